@@ -1,0 +1,1 @@
+"""Bytes at rest: GGUF headers, block geometry, expert extents and the packed container."""

@@ -1,0 +1,1 @@
+"""Bytes in motion: mapped weights, kernels, models, tokenizers and the engine."""
