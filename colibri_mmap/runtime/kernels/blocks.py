@@ -1,0 +1,1 @@
+"""Helpers shared by the kernel files: how the fields of a quantised block are unpacked."""
