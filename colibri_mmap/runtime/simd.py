@@ -383,6 +383,17 @@ def minimum(typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def select_less(typing: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
+    """x where a < b (signed integers or floats), else y, lane by lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        compare = builder.fcmp_ordered if a.element == "f32" else builder.icmp_signed
+        return builder.select(compare("<", *arguments[:2]), *arguments[2:])
+
+    return x(a, b, x, y), generate
+
+
+@intrinsic
 def total(typing: Any, a: Any) -> Any:
     """The sum of all lanes; floats are added pairwise in a fixed order."""
 
@@ -444,6 +455,59 @@ as_i16x8, as_i16x16, as_i16x32 = (caster("i16", n) for n in (8, 16, 32))
 as_i32x8, as_i32x16 = caster("i32", 8), caster("i32", 16)
 as_f32x16 = caster("f32", 16)
 zero_i32x16, zero_f32x16 = constant("i32", [0] * 16), constant("f32", [0] * 16)
+# ------------------------------------------------------------------------------ half precision
+# x86 CPUs without F16C get integer arithmetic: LLVM would call a function that is not there.
+if HAS_NATIVE_HALF:
+    _load_half = loader("f16", 16)
+    _extend, _truncate = _convert("fpext", "f32"), _convert("fptrunc", "f16")
+
+    @numba.njit(**INLINE)
+    def load_f16x16(address):  # type: ignore[no-untyped-def]
+        return _extend(_load_half(address))
+
+    @numba.njit(**INLINE)
+    def store_f16x16(address, value):  # type: ignore[no-untyped-def]
+        store(address, _truncate(value))
+
+    load_f16 = _scalar_loader("f16")
+else:
+
+    @numba.njit(**INLINE)
+    def _half_to_float(bits):  # type: ignore[no-untyped-def]
+        """i32 [16] with half-precision bits -> f32 [16], exact; a denormal half is a normal float."""
+        sign = shift_left(bit_and(bits, splat_i32x16(0x8000)), splat_i32x16(16))
+        magnitude = bit_and(bits, splat_i32x16(0x7FFF))
+        shifted = shift_left(magnitude, splat_i32x16(13))
+        finite = as_i32x16(mul(as_f32x16(shifted), as_f32x16(splat_i32x16(0x77800000))))
+        special = bit_or(shifted, splat_i32x16(0x7F800000))
+        value = select_less(magnitude, splat_i32x16(0x7C00), finite, special)
+        return as_f32x16(bit_or(value, sign))
+
+    @numba.njit(**INLINE)
+    def load_f16x16(address):  # type: ignore[no-untyped-def]
+        return _half_to_float(unsigned_to_i32(load_i16x16(address)))
+
+    @numba.njit(**INLINE)
+    def load_f16(address):  # type: ignore[no-untyped-def]
+        return largest(_half_to_float(splat_i32x16(load_u16(address))))
+
+    @numba.njit(**INLINE)
+    def store_f16x16(address, value):  # type: ignore[no-untyped-def]
+        """Round to the nearest even half, as the hardware does."""
+        bits = as_i32x16(value)
+        magnitude = bit_and(bits, splat_i32x16(0x7FFFFFFF))
+        sign = bit_and(shift_right(bits, splat_i32x16(16)), splat_i32x16(0x8000))
+        half = splat_f32x16(0.5)
+        denormal = sub(as_i32x16(add(as_f32x16(magnitude), half)), as_i32x16(half))
+        odd = bit_and(shift_right(magnitude, splat_i32x16(13)), splat_i32x16(1))
+        rebased = add(add(magnitude, splat_i32x16(0xFFF - (112 << 23))), odd)
+        normal = shift_right(rebased, splat_i32x16(13))
+        infinite = splat_i32x16(0x7C00)
+        special = select_less(splat_i32x16(0x7F800000), magnitude, splat_i32x16(0x7E00), infinite)
+        result = select_less(magnitude, splat_i32x16(0x38800000), denormal, normal)
+        result = select_less(magnitude, splat_i32x16(0x47800000), result, special)
+        store(address, to_i16(bit_or(result, sign)))
+
 
 # ------------------------------------------------------------------------------ products of small integers
 _low_half = shuffle(range(32))
