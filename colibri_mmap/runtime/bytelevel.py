@@ -12,8 +12,9 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from colibri_mmap.errors import FormatError
+from colibri_mmap.format.gguf import GGUF
 from colibri_mmap.runtime.pretokenizers import PreTokenizer
-from colibri_mmap.runtime.vocabulary import TokenizerKeys, TokenType, Vocabulary
+from colibri_mmap.runtime.vocabulary import TokenType, Vocabulary, key_name, read_strings
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -39,17 +40,17 @@ def token_bytes(text: str) -> bytes:
 class ByteLevelEncoder:
     """Turns plain text into ids of a byte-level vocabulary; it knows no special tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, pre: PreTokenizer, keys: TokenizerKeys) -> None:
+    def __init__(self, vocabulary: Vocabulary, pre: PreTokenizer, gguf: GGUF) -> None:
         special = set(vocabulary.ids_of_type(TokenType.CONTROL, TokenType.UNKNOWN))
         ids = {text: i for i, text in enumerate(vocabulary.texts) if text}
-        merges = _read_merges(keys, ids)
+        merges = _read_merges(gguf, ids)
         needed = {part for pair in merges for part in pair} if special else set()
         for token in special:
             # A word of plain text that spells a control token must not become that token.
             if vocabulary.texts[token] not in needed:
                 del ids[vocabulary.texts[token]]
         self.missing_bytes = len(BYTE_OF.keys() - ids.keys())
-        self._library = _build(ids, merges, pre, keys)
+        self._library = _build(ids, merges, pre, gguf)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`."""
@@ -57,27 +58,26 @@ class ByteLevelEncoder:
         return ids
 
 
-def _read_merges(keys: TokenizerKeys, ids: dict[str, int]) -> list[tuple[str, str]]:
+def _read_merges(gguf: GGUF, ids: dict[str, int]) -> list[tuple[str, str]]:
     """The pairs of `tokenizer.ggml.merges`, best first; parts and unions must be tokens."""
     merges = []
-    for line in keys.strings("merges"):
+    for line in read_strings(gguf, "merges"):
         cut = line.find(" ", 1)
         left, right = line[:cut], line[cut + 1 :]
         if cut < 0 or left not in ids or right not in ids or left + right not in ids:
-            raise keys.error("merges", f"{line!r} does not join two tokens into a third")
+            gguf.fail(key_name("merges"), f"{line!r} does not join two tokens into a third")
         merges.append((left, right))
     return merges
 
 
 def _build(
-    ids: dict[str, int], merges: list[tuple[str, str]], pre: PreTokenizer, keys: TokenizerKeys
+    ids: dict[str, int], merges: list[tuple[str, str]], pre: PreTokenizer, gguf: GGUF
 ) -> Any:
     """The library's tokenizer for these tables."""
     try:
         model = models.BPE(vocab=ids, merges=merges, ignore_merges=pre.ignore_merges)
     except Exception as error:  # the library raises bare Exception
-        refusal: FormatError = keys.error("merges", str(error))
-        raise refusal from error
+        raise FormatError(gguf.path, f"key {key_name('merges')!r}", str(error)) from error
     library = LibraryTokenizer(model)
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -9,8 +9,8 @@ import re
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from colibri_mmap.errors import FormatError
-from colibri_mmap.runtime.vocabulary import TokenizerKeys, TokenType, Vocabulary
+from colibri_mmap.format.gguf import GGUF
+from colibri_mmap.runtime.vocabulary import TokenType, Vocabulary, key_name
 
 SPACE = "\u2581"  # how a piece spells a space
 _CACHED_WORDS = 20_000
@@ -20,9 +20,9 @@ _LONGEST_CACHED = 40  # characters; text without spaces is not worth keeping
 class SentencePieceEncoder:
     """Turns plain text into ids of a SentencePiece vocabulary; it knows no special tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, keys: TokenizerKeys) -> None:
+    def __init__(self, vocabulary: Vocabulary, gguf: GGUF) -> None:
         if vocabulary.scores is None:
-            raise keys.error("scores", "missing; a SentencePiece vocabulary needs them")
+            gguf.fail(key_name("scores"), "is missing; a SentencePiece vocabulary needs them")
         mergeable = (
             TokenType.NORMAL,
             TokenType.USER_DEFINED,
@@ -32,7 +32,7 @@ class SentencePieceEncoder:
         self._ids = {vocabulary.texts[i]: i for i in vocabulary.ids_of_type(*mergeable)}
         self._ranks = {text: -vocabulary.scores[i] for text, i in self._ids.items()}
         self._unused = frozenset(vocabulary.ids_of_type(TokenType.UNUSED))
-        self._bytes = _byte_ids(vocabulary, keys)
+        self._bytes = _byte_ids(vocabulary, gguf)
         # Where no piece has a space inside, no merge crosses the start of a word.
         words_are_independent = not any(SPACE in text.lstrip(SPACE) for text in self._ids)
         pattern = f"{SPACE}*[^{SPACE}]*" if words_are_independent else r"[\s\S]+"
@@ -101,7 +101,7 @@ class SentencePieceEncoder:
             ids += [self._bytes[byte] for byte in piece.encode()]
 
 
-def _byte_ids(vocabulary: Vocabulary, keys: TokenizerKeys) -> list[int]:
+def _byte_ids(vocabulary: Vocabulary, gguf: GGUF) -> list[int]:
     """The id of each byte value; the unknown token stands in where byte pieces are missing."""
     by_text = {vocabulary.texts[i]: i for i in vocabulary.ids_of_type(TokenType.BYTE)}
     unknown = vocabulary.unknown_id
@@ -110,6 +110,5 @@ def _byte_ids(vocabulary: Vocabulary, keys: TokenizerKeys) -> list[int]:
     ids = [by_text.get(f"<0x{byte:02X}>", unknown) for byte in range(256)]
     complete = [i for i in ids if i is not None]
     if len(complete) != 256:
-        error: FormatError = keys.error("tokens", "neither byte pieces nor an unknown token")
-        raise error
+        gguf.fail(key_name("tokens"), "holds neither all byte pieces nor an unknown token")
     return complete

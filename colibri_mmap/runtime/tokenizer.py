@@ -6,19 +6,15 @@ Two kinds: `gpt2` (byte-level BPE) and `llama` (SentencePiece with scores and by
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 from colibri_mmap.errors import ArgumentError, UnsupportedError
+from colibri_mmap.format.gguf import GGUF
 from colibri_mmap.runtime.bytelevel import ByteLevelEncoder, token_bytes
 from colibri_mmap.runtime.detokenizer import TokenStream
 from colibri_mmap.runtime.pretokenizers import DEFAULT, PRETOKENIZERS, PreTokenizer
 from colibri_mmap.runtime.sentencepiece import SPACE, SentencePieceEncoder
-from colibri_mmap.runtime.vocabulary import TokenizerKeys, TokenType, Vocabulary, is_harmony
-
-if TYPE_CHECKING:
-    from colibri_mmap.format.gguf import GGUF
+from colibri_mmap.runtime.vocabulary import TokenType, Vocabulary, is_harmony, key_name
 
 _END_OF_TURN = frozenset(
     (
@@ -50,33 +46,32 @@ _HIDDEN = (TokenType.CONTROL, TokenType.UNKNOWN)
 class Tokenizer:
     """Encodes, decodes, and knows which tokens mean something; `notices` says what was assumed."""
 
-    def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
-        keys = TokenizerKeys(metadata, path)
-        model = keys.value("model", str)
+    def __init__(self, gguf: GGUF) -> None:
+        model = gguf.str(key_name("model"), None)
         if model not in ("gpt2", "llama"):
             described = "no tokenizer" if model in (None, "none") else f"tokenizer {model!r}"
             raise UnsupportedError(
-                f"{path}: {described}; supported are 'gpt2' (byte-level BPE) and 'llama'"
+                f"{gguf.path}: {described}; supported are 'gpt2' (byte-level BPE) and 'llama'"
                 " (SentencePiece)"
             )
         self.notices: list[str] = []
-        self._vocabulary = Vocabulary.read(keys)
+        self._vocabulary = Vocabulary.read(gguf)
         self._is_sentencepiece = model == "llama"
         self._encoder: SentencePieceEncoder | ByteLevelEncoder
         if self._is_sentencepiece:
-            self._encoder = SentencePieceEncoder(self._vocabulary, keys)
+            self._encoder = SentencePieceEncoder(self._vocabulary, gguf)
             add_bos = True
         else:
-            pre = self._pretokenizer(keys.value("pre", str))
-            self._encoder = self._byte_level(pre, keys)
+            pre = self._pretokenizer(gguf.str(key_name("pre"), None))
+            self._encoder = self._byte_level(pre, gguf)
             add_bos = pre.add_bos
-        add_space = keys.value("add_space_prefix", bool)
-        self._add_space = self._is_sentencepiece if add_space is None else add_space
-        self.chat_template = self._chat_template(metadata)
+        self._add_space = gguf.bool(key_name("add_space_prefix"), self._is_sentencepiece)
+        template = gguf.str("tokenizer.chat_template", "")
+        self.chat_template = template if template.strip() else None
         self.bos_id = self._vocabulary.bos_id
         self.eos_id = self._vocabulary.eos_id
-        self._add_bos = self._adds(keys, "add_bos_token", add_bos, self.bos_id)
-        self._add_eos = self._adds(keys, "add_eos_token", False, self.eos_id)
+        self._add_bos = self._adds(gguf, "add_bos_token", add_bos, self.bos_id)
+        self._add_eos = self._adds(gguf, "add_eos_token", False, self.eos_id)
         self.end_ids = self._find_end_ids()
         self._user_defined = self._splitter(TokenType.USER_DEFINED)
         self._specials = self._splitter(TokenType.USER_DEFINED, *_HIDDEN)
@@ -85,7 +80,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, gguf: GGUF) -> Tokenizer:
         """The tokenizer of an open model file; `FormatError` names a malformed key."""
-        return cls(gguf.metadata, gguf.path)
+        return cls(gguf)
 
     @property
     def vocab_size(self) -> int:
@@ -156,24 +151,20 @@ class Tokenizer:
         )
         return DEFAULT
 
-    def _byte_level(self, pre: PreTokenizer, keys: TokenizerKeys) -> ByteLevelEncoder:
-        encoder = ByteLevelEncoder(self._vocabulary, pre, keys)
+    def _byte_level(self, pre: PreTokenizer, gguf: GGUF) -> ByteLevelEncoder:
+        encoder = ByteLevelEncoder(self._vocabulary, pre, gguf)
         if encoder.missing_bytes:
             self.notices.append(
                 f"the vocabulary lacks {encoder.missing_bytes} of 256 bytes; text with them is lost"
             )
         return encoder
 
-    def _chat_template(self, metadata: Mapping[str, Any]) -> str | None:
-        template = metadata.get("tokenizer.chat_template")
-        return template if isinstance(template, str) and template.strip() else None
-
-    def _adds(self, keys: TokenizerKeys, key: str, default: bool, token: int | None) -> bool:
+    def _adds(self, gguf: GGUF, key: str, default: bool, token: int | None) -> bool:
         """Whether `encode` adds `token`; wanting one that the file does not name is noticed."""
-        wanted: bool | None = keys.value(key, bool)
-        if (default if wanted is None else wanted) and token is None:
-            self.notices.append(f"tokenizer.ggml.{key} is set, but the file names no such token")
-        return (default if wanted is None else wanted) and token is not None
+        wanted = gguf.bool(key_name(key), default)
+        if wanted and token is None:
+            self.notices.append(f"{key_name(key)} holds, but the file names no such token")
+        return wanted and token is not None
 
     def _find_end_ids(self) -> frozenset[int]:
         """Tokens that end a reply: by key, or by a well-known name."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from colibri_mmap.errors import FormatError
-
-_PREFIX = "tokenizer.ggml."
+from colibri_mmap.format.gguf import GGUF, GGUFArray
 
 
 class TokenType(IntEnum):
@@ -38,56 +36,39 @@ def is_harmony(texts: Container[str]) -> bool:
     return all(end in texts for end in _HARMONY_ENDS)
 
 
-class TokenizerKeys:
-    """Typed look-ups of `tokenizer.ggml.*`; a wrong value is a `FormatError` naming its key."""
+def key_name(name: str) -> str:
+    """The metadata key of a tokenizer setting."""
+    return f"tokenizer.ggml.{name}"
 
-    def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
-        self._metadata = metadata
-        self._path = path
 
-    def error(self, key: str, reason: str) -> FormatError:
-        """The error to raise about `key`."""
-        return FormatError(self._path, _PREFIX + key, reason)
+def read_strings(gguf: GGUF, name: str) -> list[str]:
+    """An array of strings; a missing or empty one is an error."""
+    key = key_name(name)
+    array = gguf.metadata.get(key)
+    if array is None:
+        gguf.fail(key, "is missing; convert the model again")
+    values = array.tolist() if isinstance(array, GGUFArray) else []
+    if not values or type(values[0]) is not str:
+        gguf.fail(key, "must be an array with at least one string")
+    return values
 
-    def value(self, key: str, kind: type) -> Any:
-        """The value of `key`, which must be of type `kind`, or None where the key is absent."""
-        value = self._metadata.get(_PREFIX + key)
-        if value is not None and type(value) is not kind:
-            raise self.error(key, f"expected {kind.__name__}, found {type(value).__name__}")
-        return value
 
-    def strings(self, key: str) -> list[str]:
-        """An array of strings; a missing or empty one is an error."""
-        array = self._metadata.get(_PREFIX + key)
-        if array is None:
-            raise self.error(key, "missing; convert the model again")
-        values = array.tolist() if hasattr(array, "tolist") else None
-        if not values:
-            raise self.error(key, "expected an array with at least one string")
-        if not all(type(value) is str for value in values):
-            raise self.error(key, "expected strings only")
-        return list(values)
+def _read_numbers(gguf: GGUF, name: str, count: int) -> NDArray[Any] | None:
+    """An array of `count` numbers, or None where the key is absent."""
+    key = key_name(name)
+    array = gguf.metadata.get(key)
+    if array is None:
+        return None
+    if not isinstance(array, GGUFArray):
+        gguf.fail(key, "must be an array of numbers")
+    if len(array) != count:
+        gguf.fail(key, f"has {len(array)} entries for {count} tokens")
+    return array.numpy()
 
-    def numbers(self, key: str, count: int) -> np.ndarray[Any, np.dtype[Any]] | None:
-        """An array of `count` numbers, or None where the key is absent."""
-        array = self._metadata.get(_PREFIX + key)
-        if array is None:
-            return None
-        if not hasattr(array, "numpy"):
-            raise self.error(key, "expected an array of numbers")
-        values: np.ndarray[Any, np.dtype[Any]] = np.asarray(array.numpy())
-        if values.dtype.kind not in "iuf":
-            raise self.error(key, "expected an array of numbers")
-        if len(values) != count:
-            raise self.error(key, f"has {len(values)} entries for {count} tokens")
-        return values
 
-    def token_id(self, key: str, vocab_size: int) -> int | None:
-        """A token id below `vocab_size`, or None where the key is absent."""
-        value: int | None = self.value(key, int)
-        if value is not None and not 0 <= value < vocab_size:
-            raise self.error(key, f"{value} is not a token id; there are {vocab_size} tokens")
-        return value
+def _read_id(gguf: GGUF, name: str, vocab_size: int) -> int | None:
+    """A token id, or None where the key is absent."""
+    return gguf.int(key_name(name), None, minimum=0, maximum=vocab_size - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +85,23 @@ class Vocabulary:
     unknown_id: int | None
 
     @classmethod
-    def read(cls, keys: TokenizerKeys) -> Vocabulary:
+    def read(cls, gguf: GGUF) -> Vocabulary:
         """Read and check the vocabulary; tokens without text are accepted and never produced."""
-        texts = keys.strings("tokens")
+        texts = read_strings(gguf, "tokens")
         size = len(texts)
-        scores = keys.numbers("scores", size)
+        scores = _read_numbers(gguf, "scores", size)
         if scores is not None and np.isnan(scores).any():
-            raise keys.error("scores", "contains NaN")
-        _check_unique(texts, keys)
+            gguf.fail(key_name("scores"), "contains NaN")
+        _check_unique(texts, gguf)
         return cls(
             texts=texts,
-            types=_read_types(texts, keys),
+            types=_read_types(texts, gguf),
             scores=None if scores is None else scores.astype(float).tolist(),
-            bos_id=keys.token_id("bos_token_id", size),
-            eos_id=keys.token_id("eos_token_id", size),
-            eot_id=keys.token_id("eot_token_id", size),
-            eom_id=keys.token_id("eom_token_id", size),
-            unknown_id=keys.token_id("unknown_token_id", size),
+            bos_id=_read_id(gguf, "bos_token_id", size),
+            eos_id=_read_id(gguf, "eos_token_id", size),
+            eot_id=_read_id(gguf, "eot_token_id", size),
+            eom_id=_read_id(gguf, "eom_token_id", size),
+            unknown_id=_read_id(gguf, "unknown_token_id", size),
         )
 
     def ids_of_type(self, *types: TokenType) -> list[int]:
@@ -129,9 +110,9 @@ class Vocabulary:
         return [i for i, kind in enumerate(self.types) if kind in wanted and self.texts[i]]
 
 
-def _read_types(texts: list[str], keys: TokenizerKeys) -> list[int]:
+def _read_types(texts: list[str], gguf: GGUF) -> list[int]:
     """A type for each text; all are normal where the file does not say."""
-    stored = keys.numbers("token_type", len(texts))
+    stored = _read_numbers(gguf, "token_type", len(texts))
     if stored is None:
         return [int(TokenType.NORMAL)] * len(texts)
     types: list[int] = stored.astype(int).tolist()
@@ -143,11 +124,11 @@ def _read_types(texts: list[str], keys: TokenizerKeys) -> list[int]:
     return types
 
 
-def _check_unique(texts: list[str], keys: TokenizerKeys) -> None:
+def _check_unique(texts: list[str], gguf: GGUF) -> None:
     """A text must not stand for two ids (an empty text stands for none)."""
     if len(set(texts)) >= len(texts) - max(texts.count("") - 1, 0):
         return
     seen: dict[str, int] = {}
     for token, text in enumerate(texts):
         if text and seen.setdefault(text, token) != token:
-            raise keys.error("tokens", f"{text!r} is both token {seen[text]} and token {token}")
+            gguf.fail(key_name("tokens"), f"{text!r} is both token {seen[text]} and token {token}")
