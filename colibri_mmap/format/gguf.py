@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from colibri_mmap.errors import ArgumentError, FormatError
 from colibri_mmap.format.arrays import GGUFArray, Value
+from colibri_mmap.format.container import VERSION_KEY, check_container
 from colibri_mmap.format.header import Header, Shard, TensorInfo, read_header
 
 __all__ = ["GGUF", "GGUFArray", "Shard", "TensorInfo", "open_gguf"]
@@ -124,6 +125,12 @@ class GGUF:
         """An array of n truth values (any number without n); a single one stands for n of them."""
         return self._array(key, n, default, "booleans", (builtins.bool,))
 
+    def strs(
+        self, key: builtins.str, default: _Default | _Required = _REQUIRED
+    ) -> tuple[builtins.str, ...] | _Default:
+        """An array of texts."""
+        return self._array(key, None, default, "strings", (builtins.str,))
+
     @overload
     def tensor(
         self,
@@ -220,13 +227,16 @@ def open_gguf(path: str | PathLike[str]) -> GGUF:
     if not isinstance(architecture, str) or not architecture:
         reason = f"must be the name of an architecture, is {architecture!r}"
         raise FormatError(first.shard.path, "key 'general.architecture'", reason)
-    return GGUF(
+    gguf = GGUF(
         path=first.shard.path,
         shards=tuple(header.shard for header in headers),
         metadata=MappingProxyType(first.metadata),
         tensors=tensors,
         architecture=architecture,
     )
+    if VERSION_KEY in gguf.metadata:
+        check_container(gguf, first)
+    return gguf
 
 
 def _model_in(directory: Path) -> Path:
