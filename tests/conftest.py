@@ -1,0 +1,30 @@
+"""Where test models are: small ones in tests/data, larger ones beside the repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+SHARED_FIXTURES = Path(__file__).parents[2] / "shared" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The directory of committed test data."""
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def mini() -> Path:
+    """One small model per family; index.json describes them."""
+    return DATA / "mini"
+
+
+@pytest.fixture(scope="session")
+def shared_fixtures() -> Path:
+    """The larger reference models, which are not part of the repository."""
+    if not SHARED_FIXTURES.is_dir():
+        pytest.skip(f"the reference models are not in {SHARED_FIXTURES}")
+    return SHARED_FIXTURES
