@@ -455,6 +455,13 @@ as_i16x8, as_i16x16, as_i16x32 = (caster("i16", n) for n in (8, 16, 32))
 as_i32x8, as_i32x16 = caster("i32", 8), caster("i32", 16)
 as_f32x16 = caster("f32", 16)
 zero_i32x16, zero_f32x16 = constant("i32", [0] * 16), constant("f32", [0] * 16)
+
+@numba.njit(**INLINE)
+def load_4_words(address):  # type: ignore[no-untyped-def]
+    """Four int64 from an address on: how a task reads its arguments."""
+    return load_i64(address), load_i64(address + 8), load_i64(address + 16), load_i64(address + 24)
+
+
 # ------------------------------------------------------------------------------ half precision
 # x86 CPUs without F16C get integer arithmetic: LLVM would call a function that is not there.
 if HAS_NATIVE_HALF:
