@@ -29,6 +29,7 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
 FORMS = ("avx512vnni", "avx2", "generic")
+_SHARED_HELPERS = ("simd.py", "kernels/blocks.py", "kernels/exponential.py")
 _FORCED_TARGET = {
     "avx2": ("haswell", "+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+sse4.2"),
     "generic": ("x86-64", "+sse2"),
@@ -60,11 +61,11 @@ def _choose_form() -> str:
 def _cache_directory() -> str:
     """One cache per version of the shared helpers: numba sees an edited kernel, not its helpers.
 
-    Kernel files therefore import compiled helpers from here and `kernels/blocks.py` only.
+    Kernel files therefore import compiled helpers from these files only.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     here = Path(__file__).parent
-    for source in (here / "simd.py", here / "kernels" / "blocks.py"):
+    for source in (here / name for name in _SHARED_HELPERS):
         digest.update(source.read_bytes())
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return str(Path(base) / "colibri-mmap" / "kernels" / f"{digest.hexdigest()[:16]}-{FORM}")

@@ -1,0 +1,182 @@
+"""Norms, rotary embedding, gating and sums: everything between the matrix products.
+
+Strides are in bytes. Rows are tokens, or (token, head) pairs where the memory is laid out so.
+"""
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from ..simd import (
+    INLINE,
+    add,
+    fma,
+    load_4_words,
+    load_f32,
+    load_f32x16,
+    load_i64,
+    mul,
+    splat_f32x16,
+    store,
+    store_f32,
+    store_i64,
+    total,
+    zero_f32x16,
+)
+from ..task import Task
+from .exponential import silu
+
+
+@Task
+def rms_norm(args: int, lo: int, hi: int, scratch: int) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), row by row.
+
+    Arguments: x, stride, out, stride, weight, n, eps (float32 bits).
+    """
+    x, x_stride, out, out_stride = load_4_words(args)
+    weight, n, _, _ = load_4_words(args + 32)
+    eps = load_f32(args + 48)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        source, target = x + row * x_stride, out + row * out_stride
+        squares = zero_f32x16()
+        for i in range(0, whole, 16):
+            part = load_f32x16(source + 4 * i)
+            squares = fma(part, part, squares)
+        summed = total(squares)
+        for i in range(whole, n):
+            summed += load_f32(source + 4 * i) * load_f32(source + 4 * i)
+        factor = 1.0 / math.sqrt(summed / n + eps)
+        for i in range(0, whole, 16):
+            scaled = mul(load_f32x16(source + 4 * i), splat_f32x16(factor))
+            store(target + 4 * i, mul(scaled, load_f32x16(weight + 4 * i)))
+        for i in range(whole, n):
+            scaled_one = load_f32(source + 4 * i) * factor
+            store_f32(target + 4 * i, scaled_one * load_f32(weight + 4 * i))
+
+
+@Task
+def rope(args: int, lo: int, hi: int, scratch: int) -> None:
+    """Rotate the first 2 * pairs numbers of every head in place (Su et al. 2021).
+
+    Arguments: x, stride per token, heads, head size, cosines, sines, their stride per token, pairs,
+    half_split (1: number i pairs with i + pairs; 0: 2i with 2i + 1).
+    """
+    x, x_stride, heads, size = load_4_words(args)
+    cosines, sines, table_stride, pairs = load_4_words(args + 32)
+    half_split = load_i64(args + 64)
+    step, apart = (4, 4 * pairs) if half_split else (8, 4)
+    for token in range(lo, hi):
+        cosine, sine = cosines + token * table_stride, sines + token * table_stride
+        for head in range(heads):
+            first = x + token * x_stride + head * size * 4
+            for i in range(pairs):
+                a, b = load_f32(first), load_f32(first + apart)
+                c, s = load_f32(cosine + 4 * i), load_f32(sine + 4 * i)
+                store_f32(first, a * c - b * s)
+                store_f32(first + apart, a * s + b * c)
+                first += step
+
+
+@njit(**INLINE)
+def _silu_mul(gate, up):  # type: ignore[no-untyped-def]
+    return mul(silu(load_f32x16(gate)), load_f32x16(up))
+
+
+@Task
+def silu_mul(args: int, lo: int, hi: int, scratch: int) -> None:
+    """out = silu(gate) * up (Shazeer 2020), row by row; out may be gate.
+
+    Arguments: gate, stride, up, stride, out, stride, n. Rows are readable up to 60 bytes past their end.
+    """
+    gate, gate_stride, up, up_stride = load_4_words(args)
+    out, out_stride, n, _ = load_4_words(args + 32)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        a, b, target = gate + row * gate_stride, up + row * up_stride, out + row * out_stride
+        for i in range(0, whole, 16):
+            store(target + 4 * i, _silu_mul(a + 4 * i, b + 4 * i))
+        if whole < n:
+            store(scratch, _silu_mul(a + 4 * whole, b + 4 * whole))
+            for i in range(n - whole):
+                store_f32(target + 4 * (whole + i), load_f32(scratch + 4 * i))
+
+
+@Task
+def add_rows(args: int, lo: int, hi: int, scratch: int) -> None:
+    """out = x + y, row by row; out may be x; a stride of 0 for y adds one row (a bias) to all.
+
+    Arguments: x, stride, y, stride, out, stride, n.
+    """
+    x, x_stride, y, y_stride = load_4_words(args)
+    out, out_stride, n, _ = load_4_words(args + 32)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        a, b, target = x + row * x_stride, y + row * y_stride, out + row * out_stride
+        for i in range(0, whole, 16):
+            store(target + 4 * i, add(load_f32x16(a + 4 * i), load_f32x16(b + 4 * i)))
+        for i in range(whole, n):
+            store_f32(target + 4 * i, load_f32(a + 4 * i) + load_f32(b + 4 * i))
+
+
+@Task
+def combine_experts(args: int, lo: int, hi: int, scratch: int) -> None:
+    """out[t] = x[t] + sum over j of weights[t, j] * y[slots[t, j]], in the order of j; out may be x.
+
+    Arguments: x, stride, out, stride, y, stride, slots int64 [T, k], weights float32 [T, k], k, n.
+    """
+    x, x_stride, out, out_stride = load_4_words(args)
+    y, y_stride, slots, weights = load_4_words(args + 32)
+    k, n = load_i64(args + 64), load_i64(args + 72)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        source, target = x + row * x_stride, out + row * out_stride
+        slot, weight = slots + row * k * 8, weights + row * k * 4
+        for i in range(0, whole, 16):
+            summed = zero_f32x16()
+            for j in range(k):
+                part = load_f32x16(y + load_i64(slot + 8 * j) * y_stride + 4 * i)
+                summed = fma(splat_f32x16(load_f32(weight + 4 * j)), part, summed)
+            store(target + 4 * i, add(load_f32x16(source + 4 * i), summed))
+        for i in range(whole, n):
+            one = load_f32(source + 4 * i) * 0.0
+            for j in range(k):
+                part_one = load_f32(y + load_i64(slot + 8 * j) * y_stride + 4 * i)
+                one += load_f32(weight + 4 * j) * part_one
+            store_f32(target + 4 * i, load_f32(source + 4 * i) + one)
+
+
+@Task
+def softmax_top_k(args: int, lo: int, hi: int, scratch: int) -> None:
+    """The k experts with the largest softmax probability, best first, ties to the lower number.
+
+    Arguments: router logits, stride, experts, k, ids int64 [T, k], weights float32 [T, k], normalise
+    (1: the k weights are divided by their sum).
+    """
+    logits, stride, experts, k = load_4_words(args)
+    ids, weights, normalise, _ = load_4_words(args + 32)
+    for token in range(lo, hi):
+        row, chosen, weight = logits + token * stride, ids + token * k * 8, weights + token * k * 4
+        top = load_f32(row)
+        for e in range(1, experts):
+            top = max(top, load_f32(row + 4 * e))
+        denominator = top * 0.0
+        for e in range(experts):
+            store_f32(scratch + 4 * e, math.exp(load_f32(row + 4 * e) - top))
+            denominator += load_f32(scratch + 4 * e)
+        picked = top * 0.0
+        for j in range(k):
+            best = 0
+            for e in range(1, experts):
+                if load_f32(scratch + 4 * e) > load_f32(scratch + 4 * best):
+                    best = e
+            store_i64(chosen + 8 * j, best)
+            share = load_f32(scratch + 4 * best) / denominator
+            store_f32(weight + 4 * j, share)
+            store_f32(scratch + 4 * best, -1.0)
+            picked += share
+        if normalise:
+            for j in range(k):
+                store_f32(weight + 4 * j, load_f32(weight + 4 * j) / picked)
