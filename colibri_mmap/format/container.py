@@ -77,6 +77,16 @@ class SlabLayer:
     index_of: NDArray[np.int64]
 
 
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below a size."""
+    return -(-size // multiple) * multiple
+
+
+def slab_tensor_name(layer: int, number: int) -> str:
+    """The tensor with the slabs of a class."""
+    return f"blk.{layer}.ffn_exps.{number}"
+
+
 def class_key(layer: int, number: int, name: str) -> str:
     """The metadata key of a table of a class."""
     return f"colibri.blk.{layer}.ffn_exps.{number}.{name}"
@@ -99,7 +109,6 @@ def check_container(gguf: GGUF, header: Header) -> None:
         header.window[: header.shard.data_offset], header.spans[HEADER_CHECKSUM_KEY][1]
     ):
         gguf.fail(HEADER_CHECKSUM_KEY, "the header is damaged; copy or pack the file again")
-    slab_layers(gguf)
     for _ in records(gguf):
         pass
 
@@ -191,7 +200,7 @@ def records(gguf: GGUF) -> Iterator[Record]:
     trunk = [info for name, info in gguf.tensors.items() if not SLAB_TENSOR.fullmatch(name)]
     checksums = gguf.ints(TRUNK_CHECKSUMS_KEY, len(trunk))
     for info, checksum in zip(trunk, checksums, strict=True):
-        nbytes = -(-info.nbytes // ALIGNMENT) * ALIGNMENT
+        nbytes = round_up(info.nbytes, ALIGNMENT)
         if info.offset + nbytes > gguf.shards[info.shard].size:
             place = f"tensor {info.name!r}"
             raise FormatError(gguf.path, place, "its padding is cut off: the file is truncated")

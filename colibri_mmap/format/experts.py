@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mmap.errors import FormatError
-from colibri_mmap.format.container import SlabLayer, slab_layers
+from colibri_mmap.format.container import SLAB_TENSOR, SlabLayer, slab_layers
 from colibri_mmap.format.gguf import GGUF, TensorInfo
 from colibri_mmap.format.quants import GGMLType, row_bytes
 
@@ -105,6 +105,11 @@ def expert_layers(gguf: GGUF) -> dict[int, ExpertLayer]:
     for slabs in slab_layers(gguf).values():
         found[slabs.layer] += _packed_parts(slabs)
     return {layer: _checked_layer(gguf, layer, found[layer]) for layer in sorted(found)}
+
+
+def is_expert_tensor(name: str) -> bool:
+    """Whether a tensor holds routed experts, in any of the layouts."""
+    return any(pattern.fullmatch(name) for pattern in (_STACKED, _SINGLE, SLAB_TENSOR))
 
 
 def _part_name(projection: str, kind: str) -> str:
