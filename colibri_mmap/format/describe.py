@@ -78,7 +78,9 @@ def _kv_geometry(gguf: GGUF) -> dict[str, Any] | None:
         rotary = _optional_int(gguf, ".rope.dimension_count") or 0
         return {"latent": latent, "rotary": rotary, "values_per_token": layers * (latent + rotary)}
     try:
-        kv_heads = gguf.ints(".attention.head_count_kv", layers, (heads,) * layers)
+        kv_heads = gguf.ints(".attention.head_count_kv", layers, None)
+        if kv_heads is None:
+            kv_heads = gguf.ints(".attention.head_count", layers)
     except FormatError:
         return None
     key = _optional_int(gguf, ".attention.key_length") or width // heads

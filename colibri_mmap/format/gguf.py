@@ -22,6 +22,9 @@ __all__ = ["GGUF", "GGUFArray", "Shard", "TensorInfo", "open_gguf"]
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
+MAX_BROADCAST = 1 << 16  # as many layers as no model has; bounds what a corrupt count can cost
+
+
 class _Required(Enum):
     REQUIRED = "required"
 
@@ -193,6 +196,8 @@ class GGUF:
         if value is None:
             return self._default(key, default)
         if type(value) in types and n is not None:
+            if n > MAX_BROADCAST:
+                self.fail(key, f"would have to stand for {n} values: the file is corrupt")
             return (value,) * n
         if not isinstance(value, GGUFArray):
             self._wrong_type(key, f"an array of {expected}", value)
