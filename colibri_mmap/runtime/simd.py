@@ -337,6 +337,19 @@ def caster(element: str, n: int) -> Any:
 
 
 @intrinsic
+def bits_to_bytes(typing: Any, bits: Any) -> Any:
+    """The low 32 bits of an integer as i8 [32] of 0 and 1."""
+    vector = Vector("i8", 32)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = context.cast(builder, arguments[0], signature.args[0], types.int32)
+        mask = builder.bitcast(number, ir.VectorType(ir.IntType(1), 32))
+        return builder.zext(mask, vector.llvm)
+
+    return vector(bits), generate
+
+
+@intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
 
@@ -457,6 +470,7 @@ as_i32x8, as_i32x16 = caster("i32", 8), caster("i32", 16)
 as_f32x16 = caster("f32", 16)
 zero_i32x16, zero_f32x16 = constant("i32", [0] * 16), constant("f32", [0] * 16)
 
+
 @numba.njit(**INLINE)
 def load_4_words(address):  # type: ignore[no-untyped-def]
     """Four int64 from an address on: how a task reads its arguments."""
@@ -525,7 +539,7 @@ _ones_i16 = constant("i16", [1] * 16)
 
 
 @intrinsic
-def _pair_sums(typing: Any, a: Any, b: Any) -> Any:
+def pair_sums(typing: Any, a: Any, b: Any) -> Any:
     """i16 [2n] x i16 [2n] -> i32 [n]: products of neighbours added; LLVM finds pmaddwd in it."""
     result = Vector("i32", a.n // 2)
 
@@ -544,11 +558,16 @@ _even_i32, _odd_i32 = shuffle(range(0, 32, 2)), shuffle(range(1, 32, 2))
 if FORM == "avx512vnni":
     dot_u8_i8 = _call("llvm.x86.avx512.vpdpbusd.512", ("i32", 16), *[("i32", 16)] * 3)
     dot_i16 = _call("llvm.x86.avx512.vpdpwssd.512", ("i32", 16), *[("i32", 16)] * 3)
+    dot_signed = dot_u8_i8
     _sign_bits = constant("i8", [-128] * 64)
 
     @numba.njit(**INLINE)
-    def dot_i8_i8(acc, w, x, minus128_sums):  # type: ignore[no-untyped-def]
-        return dot_u8_i8(add(acc, minus128_sums), bit_xor(w, _sign_bits()), x)
+    def signed_weights(w):  # type: ignore[no-untyped-def]
+        return bit_xor(w, _sign_bits())
+
+    @numba.njit(**INLINE)
+    def signed_start(minus128_sums):  # type: ignore[no-untyped-def]
+        return minus128_sums
 
 elif FORM == "avx2":
     _maddubs = _call("llvm.x86.avx2.pmadd.ub.sw", ("i16", 16), ("i8", 32), ("i8", 32))
@@ -571,7 +590,7 @@ elif FORM == "avx2":
         return _dot_half(_sign(w, w), _sign(x, w))
 
     @numba.njit(**INLINE)
-    def dot_i8_i8(acc, w, x, minus128_sums):  # type: ignore[no-untyped-def]
+    def dot_signed(acc, w, x):  # type: ignore[no-untyped-def]
         low = _signed_half(_low_half(w, w), _low_half(x, x))
         high = _signed_half(_high_half(w, w), _high_half(x, x))
         return add(acc, _join_i32(low, high))
@@ -587,7 +606,7 @@ else:
     @numba.njit(**INLINE)
     def _add_quads(acc, w, x):  # type: ignore[no-untyped-def]
         """acc + the sums of four neighbours of w * x, i16 [64] each."""
-        pairs = _pair_sums(w, x)
+        pairs = pair_sums(w, x)
         return add(acc, add(_even_i32(pairs, pairs), _odd_i32(pairs, pairs)))
 
     @numba.njit(**INLINE)
@@ -595,17 +614,37 @@ else:
         return _add_quads(acc, unsigned_to_i16(w), signed_to_i16(x))
 
     @numba.njit(**INLINE)
-    def dot_i8_i8(acc, w, x, minus128_sums):  # type: ignore[no-untyped-def]
+    def dot_signed(acc, w, x):  # type: ignore[no-untyped-def]
         return _add_quads(acc, signed_to_i16(w), signed_to_i16(x))
 
     @numba.njit(**INLINE)
     def dot_i16(acc, a, b):  # type: ignore[no-untyped-def]
-        return add(acc, _pair_sums(a, b))
+        return add(acc, pair_sums(a, b))
 
 
-dot_u8_i8.__doc__ = """acc i32 [16] + sums of four neighbours of w u8 [64] (<= 127 each) * x i8 [64]."""
+if FORM != "avx512vnni":
+
+    @numba.njit(**INLINE)
+    def signed_weights(w):  # type: ignore[no-untyped-def]
+        return w
+
+    @numba.njit(**INLINE)
+    def signed_start(minus128_sums):  # type: ignore[no-untyped-def]
+        return zero_i32x16()
+
+
+@numba.njit(**INLINE)
+def dot_i8_i8(acc, w, x, minus128_sums):  # type: ignore[no-untyped-def]
+    return dot_signed(add(acc, signed_start(minus128_sums)), signed_weights(w), x)
+
+
+dot_u8_i8.__doc__ = (
+    """acc i32 [16] + sums of four neighbours of w u8 [64] (<= 127 each) * x i8 [64]."""
+)
 dot_i8_i8.__doc__ = """acc i32 [16] + sums of four neighbours of w i8 [64] * x i8 [64].
 
-`minus128_sums` i32 [16] is -128 times the sums of four neighbours of x; x must not hold -128.
+`minus128_sums` i32 [16] is -128 times the sums of four neighbours of x; x must not hold -128. For
+weights used many times the three steps are apart: `signed_start` gives the accumulator to begin
+with, `signed_weights` the weights as `dot_signed` takes them.
 """
 dot_i16.__doc__ = """acc i32 [16] + sums of neighbours of a i16 [32] * b i16 [32]."""

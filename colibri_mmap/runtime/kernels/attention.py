@@ -271,9 +271,7 @@ def _attend(args, lo, hi, scratch, half):  # type: ignore[no-untyped-def]
                     )
             for r in range((rows + 3) // 4 * 4):
                 position = start + min(first + r, first + rows - 1) // group
-                _softmax_row(
-                    scores + r * KEYS * 4, states + 16 * r, scale, key, position, window
-                )
+                _softmax_row(scores + r * KEYS * 4, states + 16 * r, scale, key, position, window)
             base = values + head * value_head + key * padded * size
             r = 0
             while r < rows:

@@ -1,0 +1,88 @@
+"""Memory for the intermediate values of a forward pass: taken upwards, released by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ResourceError
+from .pages import Reservation
+
+_ALIGNMENT = 64
+_SLACK = 64  # kernels may read, never write, this far past the end of a row
+_LIMIT = 1 << 33
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """float32 [count, width] at an address, row after row."""
+
+    address: int
+    count: int
+    width: int
+
+    @property
+    def stride(self) -> int:
+        return 4 * self.width
+
+    def split(self, parts: int) -> Rows:
+        """The same memory with every row cut into `parts` rows, such as the heads of a token."""
+        return Rows(self.address, self.count * parts, self.width // parts)
+
+    def part(self, first: int, count: int) -> Rows:
+        """`count` rows from row `first` on."""
+        return Rows(self.address + first * self.stride, count, self.width)
+
+
+class Arena:
+    """A stack of temporary arrays; the same sequence of requests gets the same addresses."""
+
+    def __init__(self) -> None:
+        self._reservation = Reservation(_LIMIT)
+        self._base = self._reservation.address
+        self._bytes = self._reservation.bytes
+        self._top = self._base
+
+    def take(self, nbytes: int) -> int:
+        """The address of `nbytes` more bytes, 64-byte aligned, with unspecified content."""
+        address = self._top
+        self._top += (nbytes + _SLACK + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        if self._top > self._base + _LIMIT:
+            raise ResourceError("one forward pass needs more than 8 GB of temporary memory")
+        return address
+
+    def rows(self, count: int, width: int) -> Rows:
+        return Rows(self.take(4 * count * width), count, width)
+
+    def copy_in(self, values: NDArray[np.generic]) -> int:
+        """The address of a copy of an array."""
+        address = self.take(values.nbytes)
+        start = address - self._base
+        self._bytes[start : start + values.nbytes] = (
+            np.ascontiguousarray(values).view(np.uint8).ravel()
+        )
+        return address
+
+    def view(self, rows: Rows) -> NDArray[np.float32]:
+        """The values of rows taken from this arena; valid until they are released."""
+        start = rows.address - self._base
+        data = self._bytes[start : start + rows.count * rows.stride].view(np.float32)
+        return data.reshape(rows.count, rows.width)
+
+    def integers(self, address: int, count: int) -> NDArray[np.int64]:
+        """int64 [count] at an address taken from this arena; valid until it is released."""
+        start = address - self._base
+        return self._bytes[start : start + 8 * count].view(np.int64)
+
+    @contextmanager
+    def temporaries(self) -> Iterator[None]:
+        """Everything taken inside is released at the end."""
+        top = self._top
+        try:
+            yield
+        finally:
+            self._top = top

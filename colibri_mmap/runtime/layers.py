@@ -1,0 +1,261 @@
+"""Layers that model families share. Attribute names are GGUF tensor names.
+
+T tokens, D model width, F hidden width of a feed-forward network, E experts, k of them per token.
+A layer reads its weights once, at open, and is called with the residual stream x [T, D], which it
+adds its output to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..format.gguf import GGUF
+from .arena import Rows
+from .experts import ExpertStore, softmax_top_k
+from .kv import Batch, KVShape
+from .ops import Ops
+from .rope import rope_frequencies
+from .weights import Matrix, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Grouped-query attention: `heads` queries share `kv_heads` keys and values."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    eps: float
+    rotated: int
+    half_split: bool
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUF, *, half_split: bool) -> AttentionShape:
+        """The shape that the usual keys describe."""
+        width = gguf.int(".embedding_length", minimum=1)
+        heads = gguf.int(".attention.head_count", minimum=1)
+        kv_heads = gguf.int(".attention.head_count_kv", heads, minimum=1)
+        if heads % kv_heads:
+            key = ".attention.head_count_kv"
+            gguf.fail(key, f"must divide the {heads} query heads, is {kv_heads}")
+        key_size = gguf.int(".attention.key_length", width // heads, minimum=1)
+        return cls(
+            width,
+            heads,
+            kv_heads,
+            key_size,
+            gguf.int(".attention.value_length", key_size, minimum=1),
+            gguf.float(".attention.layer_norm_rms_epsilon"),
+            gguf.int(".rope.dimension_count", key_size, minimum=2, maximum=key_size),
+            half_split,
+        )
+
+
+class GroupedQueryAttention:
+    """x += attn_output(attention(rope(norm(q)), rope(norm(k)), v)) of attn_norm(x).
+
+    Biases and the norms of q and k are applied where the file has them; a norm of the width of one head
+    works on each head, one of the width of the row on the whole row.
+    """
+
+    def __init__(self, weights: Weights, layer: int, shape: AttentionShape) -> None:
+        self.shape, self.layer = shape, layer
+        prefix = f"blk.{layer}."
+        q_rows = shape.heads * shape.key_size
+        k_rows, v_rows = shape.kv_heads * shape.key_size, shape.kv_heads * shape.value_size
+        self.attn_norm = weights.vector(prefix + "attn_norm.weight", shape.width)
+        if weights.has(prefix + "attn_qkv.weight"):
+            fused = weights.matrix(
+                prefix + "attn_qkv.weight", q_rows + k_rows + v_rows, shape.width
+            )
+            self.attn_q = fused.part(0, q_rows)
+            self.attn_k = fused.part(q_rows, k_rows)
+            self.attn_v = fused.part(q_rows + k_rows, v_rows)
+        else:
+            self.attn_q = weights.matrix(prefix + "attn_q.weight", q_rows, shape.width)
+            self.attn_k = weights.matrix(prefix + "attn_k.weight", k_rows, shape.width)
+            self.attn_v = weights.matrix(prefix + "attn_v.weight", v_rows, shape.width)
+        self.attn_output = weights.matrix(
+            prefix + "attn_output.weight", shape.width, shape.heads * shape.value_size
+        )
+        self.attn_q_bias = weights.optional_vector(prefix + "attn_q.bias", q_rows)
+        self.attn_k_bias = weights.optional_vector(prefix + "attn_k.bias", k_rows)
+        self.attn_v_bias = weights.optional_vector(prefix + "attn_v.bias", v_rows)
+        self.attn_output_bias = weights.optional_vector(prefix + "attn_output.bias", shape.width)
+        self.attn_q_norm = weights.optional_vector(
+            prefix + "attn_q_norm.weight", shape.key_size, q_rows
+        )
+        self.attn_k_norm = weights.optional_vector(
+            prefix + "attn_k_norm.weight", shape.key_size, k_rows
+        )
+
+    def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: tuple[Rows, Rows]) -> None:
+        shape = self.shape
+        h = ops.rms_norm(x, self.attn_norm, shape.eps)
+        q, k, v = ops.linears(h, self.attn_q, self.attn_k, self.attn_v)
+        for rows, bias in ((q, self.attn_q_bias), (k, self.attn_k_bias), (v, self.attn_v_bias)):
+            if bias is not None:
+                ops.add_bias(rows, bias)
+        for rows, norm in ((q, self.attn_q_norm), (k, self.attn_k_norm)):
+            if norm is not None:
+                ops.rms_norm(rows.split(rows.width // norm.n), norm, shape.eps, in_place=True)
+        ops.rope(q, shape.heads, rope, half_split=shape.half_split)
+        ops.rope(k, shape.kv_heads, rope, half_split=shape.half_split)
+        attended = ops.attention(q, k, v, batch, self.layer, shape.key_size**-0.5)
+        y = ops.linear(attended, self.attn_output)
+        if self.attn_output_bias is not None:
+            ops.add_bias(y, self.attn_output_bias)
+        ops.add(x, y)
+
+
+class GatedFeedForward:
+    """x += down(silu(gate(h)) * up(h)) for the normed h."""
+
+    def __init__(self, gate: Matrix, up: Matrix, down: Matrix) -> None:
+        self.gate, self.up, self.down = gate, up, down
+
+    @classmethod
+    def dense(cls, weights: Weights, layer: int, width: int, hidden: int) -> GatedFeedForward:
+        """The feed-forward network of a dense layer."""
+        prefix = f"blk.{layer}.ffn_"
+        return cls(
+            weights.matrix(prefix + "gate.weight", hidden, width),
+            weights.matrix(prefix + "up.weight", hidden, width),
+            weights.matrix(prefix + "down.weight", width, hidden),
+        )
+
+    def output(self, h: Rows, ops: Ops) -> Rows:
+        gate, up = ops.linears(h, self.gate, self.up)
+        return ops.linear(ops.silu_mul(gate, up), self.down)
+
+    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
+        ops.add(x, self.output(h, ops))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """`count` routed experts of width `hidden`, `used` per token; `normalise`: weights sum to 1."""
+
+    width: int
+    hidden: int
+    count: int
+    used: int
+    normalise: bool
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUF, hidden_key: str, *, normalise: bool) -> ExpertsShape:
+        """The shape that the usual keys describe; `hidden_key` holds the width of an expert."""
+        count = gguf.int(".expert_count", minimum=1)
+        return cls(
+            gguf.int(".embedding_length", minimum=1),
+            gguf.int(hidden_key, minimum=1),
+            count,
+            gguf.int(".expert_used_count", minimum=1, maximum=count),
+            normalise,
+        )
+
+
+class MixtureOfExperts:
+    """x += the sum of the chosen experts of h, by softmax routing, and of the shared expert if any."""
+
+    def __init__(
+        self, weights: Weights, layer: int, shape: ExpertsShape, store: ExpertStore
+    ) -> None:
+        self.shape, self.layer, self.store = shape, layer, store
+        self.ffn_gate_inp = weights.matrix(
+            f"blk.{layer}.ffn_gate_inp.weight", shape.count, shape.width
+        )
+        store.add_layer(layer, weights.experts(layer, shape.count, shape.width, shape.hidden))
+
+    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
+        logits = ops.linear(h, self.ffn_gate_inp)
+        routing = softmax_top_k(ops, logits, self.shape.used, normalise=self.shape.normalise)
+        if batch.trace is not None:
+            batch.trace.record(self.layer, routing.ids, routing.weights)
+        self.store.add_experts(x, h, self.layer, routing)
+
+
+class GatedSharedExpert:
+    """x += sigmoid(ffn_gate_inp_shexp . h) * expert(h): the expert that every token takes."""
+
+    def __init__(self, weights: Weights, layer: int, width: int, hidden: int) -> None:
+        prefix = f"blk.{layer}.ffn_"
+        self.ffn_gate_inp_shexp = weights.matrix(prefix + "gate_inp_shexp.weight", 1, width)
+        self.expert = GatedFeedForward(
+            weights.matrix(prefix + "gate_shexp.weight", hidden, width),
+            weights.matrix(prefix + "up_shexp.weight", hidden, width),
+            weights.matrix(prefix + "down_shexp.weight", width, hidden),
+        )
+
+    def add_to(self, x: Rows, h: Rows, ops: Ops) -> None:
+        gate = ops.numpy(ops.linear(h, self.ffn_gate_inp_shexp))
+        factors = 1.0 / (1.0 + np.exp(-gate[:, 0]))
+        ops.add_weighted(x, self.expert.output(h, ops), factors)
+
+
+class FeedForward(Protocol):
+    """What follows attention in a block: dense or experts."""
+
+    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None: ...
+
+
+class Block:
+    """x += attention, then x += feed-forward, each of the normed x (pre-norm)."""
+
+    def __init__(
+        self, weights: Weights, layer: int, attention: GroupedQueryAttention, ffn: FeedForward
+    ) -> None:
+        self.attention, self.ffn = attention, ffn
+        self.ffn_norm = weights.vector(f"blk.{layer}.ffn_norm.weight", attention.shape.width)
+
+    def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: tuple[Rows, Rows]) -> None:
+        self.attention.add_to(x, ops, batch, rope)
+        h = ops.rms_norm(x, self.ffn_norm, self.attention.shape.eps)
+        self.ffn.add_to(x, h, ops, batch)
+
+
+class Decoder:
+    """The pre-norm decoder-only transformer: embedding, blocks, final norm, output head."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        ops: Ops,
+        shape: AttentionShape,
+        make_ffn: Callable[[int], FeedForward],
+    ) -> None:
+        gguf = weights.gguf
+        self.ops, self.eps = ops, shape.eps
+        layers = gguf.int(".block_count", minimum=1)
+        self.context_length = gguf.int(".context_length", minimum=1)
+        self.vocabulary = gguf.tensor("token_embd.weight").shape[-1]
+        self.kv_shapes = [KVShape(shape.kv_heads, shape.key_size, shape.value_size)] * layers
+        self.rope = rope_frequencies(weights, shape.rotated)
+        self.token_embd = weights.matrix("token_embd.weight", self.vocabulary, shape.width)
+        self.blk = [
+            Block(weights, i, GroupedQueryAttention(weights, i, shape), make_ffn(i))
+            for i in range(layers)
+        ]
+        self.output_norm = weights.vector("output_norm.weight", shape.width)
+        self.output = (
+            weights.matrix("output.weight", self.vocabulary, shape.width)
+            if weights.has("output.weight")
+            else self.token_embd
+        )
+
+    def forward(self, batch: Batch) -> Rows:
+        """Logits [wanted, V] of a batch, whose tokens are appended to their caches."""
+        ops = self.ops
+        x = ops.embed(self.token_embd, batch.tokens)
+        rope = ops.rope_table(self.rope, batch.positions)
+        for block in self.blk:
+            with ops.temporaries():
+                block.add_to(x, ops, batch, rope)
+        wanted = ops.select(x, batch.wanted)
+        return ops.linear(ops.rms_norm(wanted, self.output_norm, self.eps), self.output)

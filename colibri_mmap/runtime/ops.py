@@ -1,0 +1,336 @@
+"""The fused operations that models are written in, on the CPU.
+
+A model receives `Ops` as an object. Values are `Rows` in an arena that is emptied at every forward
+pass, so that a decode step finds the addresses of the step before, and its launches with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from ..format.quants import GGMLType
+from .arena import Arena, Rows
+from .kernels import attention as attention_kernels
+from .kernels import elementwise
+from .kernels.registry import ACTIVATIONS, WeightKernels, dequantise_task, weight_kernels
+from .kv import Batch, KVCache
+from .pool import ARGUMENTS, Job, Launch, Pool, job
+from .rope import RopeFrequencies
+from .weights import Matrix, Vector
+
+Mode = Literal["int8", "exact"]
+
+# (activation, few tokens) -> address and stride of the packed rows
+Packed = dict[tuple[str, bool], tuple[int, int]]
+
+_FEW = 16  # tokens: launches of such batches are kept
+_CHUNK_BYTES = 1 << 16  # weights of one item of a matrix-vector product
+_PANEL_BYTES = 1 << 23  # float32 weights of a type without kernels, at a time
+_ALL_KEYS = 1 << 30  # positions are int32 in the kernel
+
+
+def float_bits(value: float) -> int:
+    """A float32 as a word for a kernel."""
+    return int(np.float32(value).view(np.int32))
+
+
+class Ops:
+    """Operations on rows; `mode` says how quantised weights are multiplied."""
+
+    def __init__(self, pool: Pool, mode: Mode) -> None:
+        self.pool, self.mode = pool, mode
+        self.arena = Arena()
+        self._launches: dict[object, Launch] = {}
+        self._kernels: dict[GGMLType, WeightKernels | None] = {}
+
+    # -------------------------------------------------------------------------- plumbing
+    def temporaries(self) -> AbstractContextManager[None]:
+        """Rows made inside are released at the end."""
+        return self.arena.temporaries()
+
+    def kernels(self, kind: GGMLType) -> WeightKernels | None:
+        """The kernels of a weight type in this mode; None where it has none."""
+        if kind not in self._kernels:
+            self._kernels[kind] = weight_kernels(kind, self.mode)
+        return self._kernels[kind]
+
+    def run(self, key: object | None, phases: Callable[[], list[list[Job]]]) -> Launch:
+        """Run phases; with a key, which must fix every word, they are built once."""
+        launch = self._launches.get(key) if key is not None else None
+        if launch is None:
+            launch = Launch(phases())
+            if key is not None:
+                self._launches[key] = launch
+        self.pool.run(launch)
+        return launch
+
+    def numpy(self, rows: Rows) -> NDArray[np.float32]:
+        """A copy of the values, float32 [count, width]."""
+        return self.arena.view(rows).copy()
+
+    # -------------------------------------------------------------------------- rows to rows
+    def embed(self, table: Matrix, tokens: NDArray[np.int64]) -> Rows:
+        """The rows of `table` that belong to the tokens."""
+        out = self.arena.rows(len(tokens), table.columns)
+        task = dequantise_task(table.type)
+        if task is None:
+            view = self.arena.view(out)
+            for row, token in enumerate(tokens):
+                view[row] = _dequantised(table.part(int(token), 1))
+            return out
+        index = self.arena.copy_in(tokens)
+        words = (table.address, table.row_bytes, table.columns, out.address, out.stride, index)
+        self.run(None, lambda: [[job(task, out.count, 8, *words)]])
+        return out
+
+    def rms_norm(self, x: Rows, weight: Vector, eps: float, *, in_place: bool = False) -> Rows:
+        """Each row divided by its root mean square, times `weight`."""
+        assert x.width == weight.n
+        out = x if in_place else self.arena.rows(x.count, x.width)
+        words = (x.address, x.stride, out.address, out.stride, weight.address, x.width)
+        key = ("rms_norm", x.count, *words) if x.count <= _FEW * 64 else None
+        chunk = max(4, 4096 // x.width)
+        task = elementwise.rms_norm
+        self.run(key, lambda: [[job(task, x.count, chunk, *words, float_bits(eps))]])
+        return out
+
+    def add(self, x: Rows, y: Rows) -> None:
+        """x += y."""
+        words = (x.address, x.stride, y.address, y.stride, x.address, x.stride, x.width)
+        key = ("add", x.count, *words) if x.count <= _FEW else None
+        self.run(key, lambda: [[job(elementwise.add_rows, x.count, 4, *words)]])
+
+    def add_bias(self, x: Rows, bias: Vector) -> None:
+        """x += bias in every row."""
+        assert x.width == bias.n
+        words = (x.address, x.stride, bias.address, 0, x.address, x.stride, x.width)
+        key = ("add", x.count, *words) if x.count <= _FEW else None
+        self.run(key, lambda: [[job(elementwise.add_rows, x.count, 4, *words)]])
+
+    def silu_mul(self, gate: Rows, up: Rows) -> Rows:
+        """silu(gate) * up, in the place of gate."""
+        words = (gate.address, gate.stride, up.address, up.stride, gate.address, gate.stride)
+        key = ("silu_mul", gate.count, *words, gate.width) if gate.count <= _FEW else None
+        task = elementwise.silu_mul
+        self.run(key, lambda: [[job(task, gate.count, 4, *words, gate.width)]])
+        return gate
+
+    def add_weighted(self, x: Rows, y: Rows, factors: NDArray[np.float32]) -> None:
+        """x[t] += factors[t] * y[t]."""
+        slots = self.arena.copy_in(np.arange(x.count, dtype=np.int64))
+        weights = self.arena.copy_in(factors.astype(np.float32, copy=False))
+        self.run(None, lambda: [[combine_job(x, y, slots, weights, 1)]])
+
+    def select(self, x: Rows, rows: NDArray[np.int64]) -> Rows:
+        """The rows with these ascending numbers: a view where they are neighbours."""
+        if len(rows) == 0 or rows[-1] - rows[0] + 1 == len(rows):
+            return x.part(int(rows[0]) if len(rows) else 0, len(rows))
+        out = self.arena.rows(len(rows), x.width)
+        self.arena.view(out)[:] = self.arena.view(x)[rows]
+        return out
+
+    # -------------------------------------------------------------------------- matrix products
+    def linear(self, x: Rows, matrix: Matrix) -> Rows:
+        """x times the transposed matrix: [T, columns] -> [T, rows]."""
+        return self.linears(x, matrix)[0]
+
+    def linears(self, x: Rows, *matrices: Matrix) -> tuple[Rows, ...]:
+        """`linear` for several matrices, in one launch."""
+        outs = tuple(self.arena.rows(x.count, matrix.rows) for matrix in matrices)
+        if any(self.kernels(matrix.type) is None for matrix in matrices):
+            for matrix, out in zip(matrices, outs, strict=True):
+                self._linear_in_panels(x, matrix, out)
+            return outs
+        if x.count:
+            few = x.count <= _FEW
+            key = ("linear", x, matrices, outs) if few else None
+            with self.temporaries():
+                self.run(
+                    key, lambda: self.product_phases(x, list(zip(matrices, outs, strict=True)))
+                )
+        return outs
+
+    def product_phases(self, x: Rows, products: list[tuple[Matrix, Rows]]) -> list[list[Job]]:
+        """The two phases of out = x times the transposed matrix, for every (matrix, out)."""
+        packed: Packed = {}
+        packs = [j for m, _ in products for j in self.pack_jobs(m.type, x, x.count, packed)]
+        return [packs, [self.product_job(matrix, packed, out) for matrix, out in products]]
+
+    def pack_jobs(
+        self, weight: GGMLType, x: Rows, count: int, packed: Packed, index: int = 0
+    ) -> list[Job]:
+        """Jobs that bring `count` rows of x into the form that products with `weight` read.
+
+        `index`: address of their int64 row numbers, or 0 for the first `count`. `packed` gets what
+        was made; a form it already has costs nothing.
+        """
+        kernels = self._kernels_of(weight)
+        few = count <= kernels.columns_limit
+        form = (kernels.activation, few)
+        if form in packed:
+            return []
+        if few and kernels.activation == "f32" and not index and x.width % 16 == 0:
+            packed[form] = (x.address, x.stride)
+            return []
+        activation = ACTIVATIONS[kernels.activation]
+        if few:
+            stride = activation.column_bytes(x.width)
+            out = self.arena.take(stride * count)
+            words = (x.address, x.stride, index, x.width, out, stride)
+            jobs = [job(activation.pack_columns, count, 4, *words)]
+        else:
+            stride, vectors = activation.lanes_bytes(x.width), -(-count // 16)
+            out = self.arena.take(stride * vectors)
+            words = (x.address, x.stride, index, count, x.width, out, stride)
+            jobs = [job(activation.pack_lanes, vectors, 1, *words)]
+        packed[form] = (out, stride)
+        return jobs
+
+    def product_job(self, matrix: Matrix, packed: Packed, out: Rows) -> Job:
+        """out = packed activations times the transposed matrix."""
+        kernels = self._kernels_of(matrix.type)
+        few = out.count <= kernels.columns_limit
+        if few:
+            chunk = max(1, _CHUNK_BYTES // matrix.row_bytes // 16) * 16
+        else:
+            chunk = max(1, min(8, matrix.rows // (64 * self.pool.threads))) * 16
+        task = kernels.matvec if few else kernels.matmul
+        activations = packed[kernels.activation, few]
+        words = (matrix.address, matrix.row_bytes, matrix.columns, *activations, out.count)
+        return job(task, matrix.rows, chunk, *words, out.address, out.stride)
+
+    def _kernels_of(self, kind: GGMLType) -> WeightKernels:
+        kernels = self.kernels(kind)
+        assert kernels is not None
+        return kernels
+
+    def _linear_in_panels(self, x: Rows, matrix: Matrix, out: Rows) -> None:
+        """The product with a matrix whose type has no kernels: exact, a panel of rows at a time."""
+        rows = max(1, _PANEL_BYTES // (4 * matrix.columns))
+        result = self.arena.view(out)
+        for first in range(0, matrix.rows, rows):
+            count = min(rows, matrix.rows - first)
+            with self.temporaries():
+                address = self.arena.copy_in(_dequantised(matrix.part(first, count)))
+                panel = Matrix(address, GGMLType.F32, count, matrix.columns, 4 * matrix.columns)
+                part = self.arena.rows(x.count, count)
+                self.run(None, lambda p=panel, o=part: self.product_phases(x, [(p, o)]))  # type: ignore[misc]
+                result[:, first : first + count] = self.arena.view(part)
+
+    # -------------------------------------------------------------------------- attention
+    def rope_table(self, rope: RopeFrequencies, positions: NDArray[np.int64]) -> tuple[Rows, Rows]:
+        """Cosines and sines of the positions [T, pairs] each, for `rope`."""
+        cosines, sines = rope.table(positions)
+        count, pairs = cosines.shape
+        return (
+            Rows(self.arena.copy_in(cosines), count, pairs),
+            Rows(self.arena.copy_in(sines), count, pairs),
+        )
+
+    def rope(self, x: Rows, heads: int, table: tuple[Rows, Rows], *, half_split: bool) -> None:
+        """Rotate the first dimensions of every head in place."""
+        cosines, sines = table
+        words = (x.address, x.stride, heads, x.width // heads, cosines.address, sines.address)
+        more = (cosines.stride, cosines.width, int(half_split))
+        key = ("rope", x.count, *words, *more) if x.count <= _FEW else None
+        self.run(key, lambda: [[job(elementwise.rope, x.count, 4, *words, *more)]])
+
+    def attention(
+        self,
+        q: Rows,
+        k: Rows,
+        v: Rows,
+        batch: Batch,
+        layer: int,
+        scale: float,
+        window: int = _ALL_KEYS,
+    ) -> Rows:
+        """Append k and v to the sequences' caches and attend causally: [T, heads * d_v]."""
+        first = batch.sequences[0].cache
+        shape = first.layers[layer].shape
+        heads = q.width // shape.key_size
+        out = self.arena.rows(q.count, heads * shape.value_size)
+        if q.count == 1:
+            self._attend_one(first, q, k, v, out, layer, scale, window, batch)
+            return out
+        appends: list[Job] = []
+        attends: list[Job] = []
+        for part in batch.sequences:
+            count = part.stop - part.start
+            rows = [r.part(part.start, count) for r in (q, k, v, out)]
+            jobs = _attention_jobs(part.cache, rows, layer, scale, window, part.position)
+            appends.append(jobs[0])
+            attends.append(jobs[1])
+        self.run(None, lambda: [appends, attends])
+        return out
+
+    def _attend_one(
+        self,
+        cache: KVCache,
+        q: Rows,
+        k: Rows,
+        v: Rows,
+        out: Rows,
+        layer: int,
+        scale: float,
+        window: int,
+        batch: Batch,
+    ) -> None:
+        """A single token: the launch of the step before, with a new position."""
+        key = (layer, q.address, k.address, v.address, out.address)
+        launch = cache.launches.get(key)
+        position = batch.sequences[0].position
+        if launch is None:
+            jobs = _attention_jobs(cache, [q, k, v, out], layer, scale, window, position)
+            launch = cache.launches[key] = Launch([[jobs[0]], [jobs[1]]])
+        else:
+            launch.jobs[0, ARGUMENTS + 7] = position
+            launch.jobs[1, ARGUMENTS + 12] = position
+        self.pool.run(launch)
+
+
+def combine_job(x: Rows, y: Rows, slots: int, weights: int, k: int) -> Job:
+    """x[t] += sum over j of weights[t, j] * y[slots[t, j]]; addresses of float32 and int64 [T, k]."""
+    words = (x.address, x.stride, x.address, x.stride, y.address, y.stride, slots, weights)
+    return job(elementwise.combine_experts, x.count, 4, *words, k, x.width)
+
+
+def _attention_jobs(
+    cache: KVCache, rows: list[Rows], layer: int, scale: float, window: int, position: int
+) -> tuple[Job, Job]:
+    """The jobs that append k and v of one sequence, and that attend."""
+    q, k, v, out = rows
+    place = cache.layers[layer]
+    shape = place.shape
+    half = cache.kv_type == "f16"
+    where = (place.keys, place.values, place.key_head_stride, place.value_head_stride)
+    append = job(
+        attention_kernels.append_kv_f16 if half else attention_kernels.append_kv_f32,
+        *(k.count, 8, k.address, k.stride, v.address, v.stride),
+        *(shape.heads, shape.key_size, shape.value_size, position, *where),
+    )
+    group = q.width // shape.key_size // shape.heads
+    blocks = -(-q.count * group // attention_kernels.ROWS)
+    attend = job(
+        attention_kernels.attention_f16 if half else attention_kernels.attention_f32,
+        *(shape.heads * blocks, 1, q.address, q.stride, out.address, out.stride, *where),
+        *(group, shape.key_size, shape.value_size, q.count, position),
+        *(float_bits(scale), window, blocks),
+    )
+    return append, attend
+
+
+def _dequantised(matrix: Matrix) -> NDArray[np.float32]:
+    """The exact float32 values [rows, columns] of a matrix of any type, by gguf-py."""
+    nbytes = matrix.rows * matrix.row_bytes
+    raw = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(matrix.address), np.uint8)
+    rows = raw.reshape(matrix.rows, matrix.row_bytes)
+    return dequantize(rows, GGMLQuantizationType(int(matrix.type))).astype(np.float32, copy=False)

@@ -1,0 +1,66 @@
+"""Rotary embedding: frequencies from GGUF metadata, cosines and sines for positions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UnsupportedError
+from ..format.gguf import GGUF
+from .weights import Weights
+
+
+class RopeFrequencies:
+    """Angles per position of every rotated pair; `factor` scales cosines and sines (YaRN)."""
+
+    def __init__(self, frequencies: NDArray[np.float32], factor: float = 1.0) -> None:
+        self.frequencies, self.factor = frequencies, np.float32(factor)
+
+    def table(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+        """Cosines and sines, float32 [T, pairs] each; the angle is a float32 product as in HF."""
+        angles = positions[:, None].astype(np.float32) * self.frequencies
+        return np.cos(angles) * self.factor, np.sin(angles) * self.factor
+
+
+def rope_frequencies(weights: Weights, rotated: int) -> RopeFrequencies:
+    """The frequencies of `rotated` dimensions; the tensor rope_freqs.weight divides them.
+
+    Scaling: none, linear, yarn (Peng et al. 2023); another kind is an UnsupportedError.
+    """
+    gguf = weights.gguf
+    base = gguf.float(".rope.freq_base", 10000.0)
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+    frequencies = (1.0 / np.float32(base) ** exponents).astype(np.float32)
+    factors = weights.optional_vector("rope_freqs.weight", rotated // 2)
+    if factors is not None:
+        frequencies = frequencies / factors.values
+    kind = gguf.str(".rope.scaling.type", "none")
+    scale = gguf.float(".rope.scaling.factor", 1.0)
+    if kind == "none" or scale == 1.0:
+        return RopeFrequencies(frequencies)
+    if kind == "linear":
+        return RopeFrequencies(frequencies / np.float32(scale))
+    if kind == "yarn":
+        return _yarn(gguf, rotated, frequencies, scale, base)
+    raise UnsupportedError(f"{gguf.path}: rope scaling {kind!r}; supported: none, linear, yarn")
+
+
+def _yarn(
+    gguf: GGUF, rotated: int, frequencies: NDArray[np.float32], scale: float, base: float
+) -> RopeFrequencies:
+    original = gguf.int(".rope.scaling.original_context_length", gguf.int(".context_length"))
+    fast = gguf.float(".rope.scaling.yarn_beta_fast", 32.0)
+    slow = gguf.float(".rope.scaling.yarn_beta_slow", 1.0)
+
+    def dimension(rotations: float) -> float:
+        return rotated * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(dimension(fast)), 0)
+    high = min(math.ceil(dimension(slow)), rotated - 1)
+    ramp = (np.arange(rotated // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
+    keep = 1.0 - np.clip(ramp, 0.0, 1.0)
+    mixed = frequencies / np.float32(scale) * (1 - keep) + frequencies * keep
+    factor = gguf.float(".rope.scaling.attn_factor", 1.0) * (0.1 * math.log(scale) + 1.0)
+    return RopeFrequencies(mixed.astype(np.float32), factor)

@@ -1,0 +1,145 @@
+"""Weights where they lie: tensors as addresses in the mapped files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from ..errors import FormatError
+from ..format.experts import ExpertLayer, expert_layers
+from ..format.gguf import GGUF, TensorInfo
+from ..format.quants import GGMLType, row_bytes
+from .pages import MappedFile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """`rows` outputs by `columns` inputs in mapped memory, one row after another."""
+
+    address: int
+    type: GGMLType
+    rows: int
+    columns: int
+    row_bytes: int
+
+    def part(self, first: int, rows: int) -> Matrix:
+        """The matrix of `rows` rows from row `first` on."""
+        where = self.address + first * self.row_bytes
+        return Matrix(where, self.type, rows, self.columns, self.row_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vector:
+    """`n` float32 values in memory; `values` keeps a converted copy alive."""
+
+    address: int
+    n: int
+    values: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertPartWeights:
+    """One projection of every expert of a layer: `addresses` int64 [experts]."""
+
+    type: GGMLType
+    rows: int
+    columns: int
+    row_bytes: int
+    addresses: NDArray[np.int64]
+
+    def matrix(self, expert: int) -> Matrix:
+        return Matrix(
+            int(self.addresses[expert]), self.type, self.rows, self.columns, self.row_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The routed experts of one layer."""
+
+    gate: ExpertPartWeights
+    up: ExpertPartWeights
+    down: ExpertPartWeights
+    count: int
+
+
+class Weights:
+    """All shards of a model, mapped; look-ups by GGUF tensor name."""
+
+    def __init__(self, gguf: GGUF) -> None:
+        self.gguf = gguf
+        self._files = [MappedFile(shard.path, shard.size) for shard in gguf.shards]
+        self._expert_layers = expert_layers(gguf)
+
+    def _bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
+        return self._files[info.shard].bytes[info.offset : info.offset + info.nbytes]
+
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """The matrix `name`; FormatError if it is missing or has another shape."""
+        info = self.gguf.tensor(name)
+        if rows > 1 or info.shape != (columns,):
+            info = self.gguf.tensor(name, (columns, rows))
+        address = self._files[info.shard].address + info.offset
+        return Matrix(address, info.type, rows, columns, row_bytes(info.type, columns))
+
+    def vector(self, name: str, n: int) -> Vector:
+        """The vector `name` as float32: in place where it is stored so, else converted."""
+        info = self.gguf.tensor(name, (n,))
+        if info.type == GGMLType.F32 and (self._files[info.shard].address + info.offset) % 4 == 0:
+            values = self._bytes(info).view(np.float32)
+        else:
+            values = dequantize(self._bytes(info), GGMLQuantizationType(int(info.type)))
+            values = np.ascontiguousarray(values, np.float32)
+        return Vector(values.ctypes.data, n, values)
+
+    def optional_vector(self, name: str, *sizes: int) -> Vector | None:
+        """The vector `name` of one of these sizes, or None if the file has none."""
+        info = self.gguf.tensor(name, optional=True)
+        if info is None:
+            return None
+        return self.vector(name, info.shape[0] if info.shape[0] in sizes else sizes[0])
+
+    def has(self, name: str) -> bool:
+        return name in self.gguf.tensors
+
+    def has_experts(self, layer: int) -> bool:
+        return layer in self._expert_layers
+
+    def experts(self, layer: int, count: int, width: int, hidden: int) -> ExpertWeights:
+        """The experts of a layer that map `width` values through `hidden` ones."""
+        found = self._expert_layers.get(layer)
+        place = f"experts of layer {layer}"
+        if found is None:
+            raise FormatError(self.gguf.path, place, "missing; the file is incomplete")
+        if found.n_experts != count:
+            raise FormatError(
+                self.gguf.path, place, f"there are {found.n_experts}, but expert_count is {count}"
+            )
+        gate = self._expert_part(found, "gate", width, hidden)
+        up = self._expert_part(found, "up", width, hidden)
+        down = self._expert_part(found, "down", hidden, width)
+        return ExpertWeights(gate, up, down, count)
+
+    def _expert_part(
+        self, layer: ExpertLayer, name: str, columns: int, rows: int
+    ) -> ExpertPartWeights:
+        place = f"{name} experts of layer {layer.layer}"
+        part = layer.parts.get(name)
+        if part is None:
+            raise FormatError(self.gguf.path, place, "missing; the file is incomplete")
+        if tuple(part.shape) != (columns, rows):
+            raise FormatError(
+                self.gguf.path, place, f"shape {part.shape} where {(columns, rows)} is needed"
+            )
+        bases = np.array([file.address for file in self._files], np.int64)
+        addresses = bases[part.shards] + part.offsets
+        return ExpertPartWeights(part.type, rows, columns, row_bytes(part.type, columns), addresses)
+
+    def close(self) -> None:
+        """Unmap the files; every address dies."""
+        for file in self._files:
+            file.close()
