@@ -1,0 +1,269 @@
+"""Activations in the forms that the weight kernels read: per token (columns) or 16 tokens in the lanes.
+
+    f32     columns: f32 [K padded to 16]              lanes: f32 [K padded to 32][16 tokens]
+    q8_32   x = d * q with one d per 32 values
+            columns: q i8 [P], d f32 [P / 32] with P = K padded to 64
+            lanes: per 32 values q i8 [8][16 tokens][4], minus the sum of q i32 [16], d f32 [16]
+    q8_256  x = d * q with one d per 256 values
+            columns: per 256 values q i8 [256], sums of 16 q i16 [16], d f32, 28 bytes of padding
+            lanes: per 256 values eight groups of 32: q i8 [8][16 tokens][4], minus the sums of the
+            first and of the last 16 q i32 [2][16]; then d f32 [16]
+
+Padding is zero. d = max |x| / 127 and q = round half to even (x / d), in both forms alike.
+
+Arguments of `pack_columns`: x f32 address, its bytes per token, address of int64 token numbers or 0
+for tokens [lo, hi) themselves, K, output address, bytes per output record. Units: tokens.
+Arguments of `pack_lanes`: the same with the number of tokens before K. Units: vectors of 16 tokens.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from ..simd import (
+    INLINE,
+    absolute,
+    constant,
+    divide,
+    dot_u8_i8,
+    float_to_int,
+    largest,
+    load_f32,
+    load_f32x16,
+    load_i8x32,
+    load_i8x64,
+    load_i32,
+    load_i64,
+    maximum,
+    minimum,
+    round_even,
+    splat_f32x16,
+    store,
+    store_f32,
+    store_i16,
+    store_i32,
+    sub,
+    to_i8,
+    total,
+    zero_f32x16,
+    zero_i32x16,
+)
+from ..task import Task
+
+Q8_256_COLUMN_BYTES = 320
+Q8_256_LANES_BYTES = 8 * 640 + 64
+Q8_32_LANES_BYTES = 640
+
+_zero_i8x64 = constant("i8", [0] * 64)
+_ones_low_16 = constant("i8", [1] * 16 + [0] * 48)
+_ones_i8x64 = constant("i8", [1] * 64)
+_plus_127, _minus_127 = constant("f32", [127.0] * 16), constant("f32", [-127.0] * 16)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def f32_column_bytes(columns: int) -> int:
+    return 4 * _up(columns, 16)
+
+
+def f32_lanes_bytes(columns: int) -> int:
+    return 64 * _up(columns, 32)
+
+
+def q8_32_column_bytes(columns: int) -> int:
+    padded = _up(columns, 64)
+    return _up(padded + padded // 8, 64)
+
+
+def q8_32_lanes_bytes(columns: int) -> int:
+    return columns // 32 * Q8_32_LANES_BYTES
+
+
+def q8_256_column_bytes(columns: int) -> int:
+    return columns // 256 * Q8_256_COLUMN_BYTES
+
+
+def q8_256_lanes_bytes(columns: int) -> int:
+    return columns // 256 * Q8_256_LANES_BYTES
+
+
+@numba.njit(**INLINE)
+def _padded(n, multiple):
+    return (n + multiple - 1) // multiple * multiple
+
+
+@numba.njit(**INLINE)
+def _token(index, picked):
+    return index if picked == 0 else load_i64(picked + 8 * index)
+
+
+# ------------------------------------------------------------------ rounding
+@numba.njit(**INLINE)
+def _scale(x, n):
+    """max |x| / 127 over n (a multiple of 16) values."""
+    highest = zero_f32x16()
+    for i in range(0, n, 16):
+        highest = maximum(absolute(load_f32x16(x + 4 * i)), highest)
+    return largest(highest) / np.float32(127)
+
+
+@numba.njit(**INLINE)
+def _round_16(x, divisor):
+    """Integers in [-127, 127]; what is not a number becomes 127."""
+    scaled = round_even(divide(load_f32x16(x), divisor))
+    return to_i8(float_to_int(maximum(minimum(scaled, _plus_127()), _minus_127())))
+
+
+@numba.njit(**INLINE)
+def _round_32(x, d, out):
+    divisor = splat_f32x16(d if d > np.float32(0) else np.float32(1))
+    store(out, _round_16(x, divisor))
+    store(out + 16, _round_16(x + 64, divisor))
+
+
+@numba.njit(**INLINE)
+def _sum_16(q):
+    """The sum of 16 i8; reads 64 bytes."""
+    return total(dot_u8_i8(zero_i32x16(), _ones_low_16(), load_i8x64(q)))
+
+
+# ------------------------------------------------------------------ columns
+@Task
+def pack_columns_f32(args: int, lo: int, hi: int, scratch: int) -> None:
+    x, x_stride, picked = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    columns, out, stride = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+    for index in range(lo, hi):
+        source, to = x + _token(index, picked) * x_stride, out + index * stride
+        store(to + 4 * (_padded(columns, 16) - 16), zero_f32x16())
+        for i in range(0, columns - 15, 16):
+            store(to + 4 * i, load_f32x16(source + 4 * i))
+        for i in range(columns & ~15, columns):
+            store_f32(to + 4 * i, load_f32(source + 4 * i))
+
+
+@Task
+def pack_columns_q8_32(args: int, lo: int, hi: int, scratch: int) -> None:
+    x, x_stride, picked = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    columns, out, stride = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+    padded = _padded(columns, 64)
+    for index in range(lo, hi):
+        source, to = x + _token(index, picked) * x_stride, out + index * stride
+        if padded != columns:
+            store(to + padded - 64, _zero_i8x64())
+            store_f32(to + padded + columns // 8, np.float32(0))
+        for block in range(columns // 32):
+            d = _scale(source + 128 * block, 32)
+            _round_32(source + 128 * block, d, to + 32 * block)
+            store_f32(to + padded + 4 * block, d)
+
+
+@Task
+def pack_columns_q8_256(args: int, lo: int, hi: int, scratch: int) -> None:
+    x, x_stride, picked = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    columns, out, stride = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+    for index in range(lo, hi):
+        source, to = x + _token(index, picked) * x_stride, out + index * stride
+        for _ in range(columns // 256):
+            store(to + 256, _zero_i8x64())
+            d = _scale(source, 256)
+            for group in range(8):
+                _round_32(source + 128 * group, d, to + 32 * group)
+            for group in range(16):
+                store_i16(scratch + 2 * group, _sum_16(to + 16 * group))
+            store(to + 256, load_i8x32(scratch))
+            store_f32(to + 288, d)
+            source += 1024
+            to += Q8_256_COLUMN_BYTES
+
+
+# ------------------------------------------------------------------ lanes
+@Task
+def pack_lanes_f32(args: int, lo: int, hi: int, scratch: int) -> None:
+    x, x_stride, picked = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    tokens, columns = load_i64(args + 24), load_i64(args + 32)
+    out, stride = load_i64(args + 40), load_i64(args + 48)
+    for vector in range(lo, hi):
+        to = out + vector * stride
+        for i in range(columns, _padded(columns, 32)):
+            store(to + 64 * i, zero_f32x16())
+        for lane in range(16):
+            index = 16 * vector + lane
+            if index < tokens:
+                source = x + _token(index, picked) * x_stride
+                for i in range(columns):
+                    store_i32(to + 64 * i + 4 * lane, load_i32(source + 4 * i))
+            else:
+                for i in range(columns):
+                    store_i32(to + 64 * i + 4 * lane, 0)
+
+
+@numba.njit(**INLINE)
+def _scatter_32(q, to, lane):
+    for quad in range(8):
+        store_i32(to + 64 * quad + 4 * lane, load_i32(q + 4 * quad))
+
+
+@numba.njit(**INLINE)
+def _minus_sums(q, quads):
+    """Minus the sum over each token's values in q i8 [quads][16 tokens][4]."""
+    sums = zero_i32x16()
+    for quad in range(quads):
+        sums = dot_u8_i8(sums, _ones_i8x64(), load_i8x64(q + 64 * quad))
+    return sub(zero_i32x16(), sums)
+
+
+@numba.njit(**INLINE)
+def _pack_lanes_block(width, source, x_stride, picked, first, tokens, to, scales, scratch):
+    """One block of `width` values of 16 tokens; `scales` is the address of their 16 d."""
+    for lane in range(16):
+        if first + lane < tokens:
+            x = source + _token(first + lane, picked) * x_stride
+            d = _scale(x, width)
+            for group in range(width // 32):
+                _round_32(x + 128 * group, d, scratch)
+                _scatter_32(scratch, to + 640 * group, lane)
+        else:
+            d = np.float32(0)
+            store(scratch, _zero_i8x64())
+            for group in range(width // 32):
+                _scatter_32(scratch, to + 640 * group, lane)
+        store_f32(scales + 4 * lane, d)
+
+
+@Task
+def pack_lanes_q8_32(args: int, lo: int, hi: int, scratch: int) -> None:
+    x, x_stride, picked = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    tokens, columns = load_i64(args + 24), load_i64(args + 32)
+    out, stride = load_i64(args + 40), load_i64(args + 48)
+    for vector in range(lo, hi):
+        source, to = x, out + vector * stride
+        for _ in range(columns // 32):
+            _pack_lanes_block(
+                32, source, x_stride, picked, 16 * vector, tokens, to, to + 576, scratch
+            )
+            store(to + 512, _minus_sums(to, 8))
+            source += 128
+            to += Q8_32_LANES_BYTES
+
+
+@Task
+def pack_lanes_q8_256(args: int, lo: int, hi: int, scratch: int) -> None:
+    x, x_stride, picked = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    tokens, columns = load_i64(args + 24), load_i64(args + 32)
+    out, stride = load_i64(args + 40), load_i64(args + 48)
+    for vector in range(lo, hi):
+        source, to = x, out + vector * stride
+        for _ in range(columns // 256):
+            _pack_lanes_block(
+                256, source, x_stride, picked, 16 * vector, tokens, to, to + 5120, scratch
+            )
+            for group in range(8):
+                q = to + 640 * group
+                store(q + 512, _minus_sums(q, 4))
+                store(q + 576, _minus_sums(q + 256, 4))
+            source += 1024
+            to += Q8_256_LANES_BYTES

@@ -1,0 +1,321 @@
+"""Quantised weights times one or a few int8 columns: y[t][r] = W[r] . x[t].
+
+Arguments of every task: W address, bytes per row, K, activations (column records), bytes per record,
+number of tokens, y f32 address, bytes per token of y. Units: rows of W.
+
+Four rows share the loaded activations, and each token is done while the rows are in the L1 cache. A
+row is summed in one order wherever it stands: the last rows of a share that is no multiple of four are
+computed more than once rather than by other code.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+from __future__ import annotations
+
+import numba
+
+from ..simd import (
+    INLINE,
+    add,
+    as_i8x8,
+    constant,
+    dot_i8_i8,
+    dot_i16,
+    dot_u8_i8,
+    fma,
+    int_to_float,
+    load_f16,
+    load_f32,
+    load_i8x16,
+    load_i8x32,
+    load_i8x64,
+    load_i16x16,
+    load_i64,
+    mul,
+    pair_sums,
+    prefetch,
+    shift_left,
+    shuffle,
+    signed_to_i16,
+    splat_f32x8,
+    splat_f32x16,
+    splat_i32x16,
+    store_f32,
+    sub,
+    total,
+    unsigned_to_i16,
+    unsigned_to_i32,
+    zero_f32x16,
+    zero_i32x16,
+)
+from ..task import Task
+from .blocks import (
+    join_32,
+    k_scales,
+    q4_0_weights,
+    q4_1_weights,
+    q4_k_weights,
+    q5_0_weights,
+    q5_1_weights,
+    q5_k_weights,
+    q6_k_weights,
+    q8_0_weights,
+)
+
+_RECORD_256 = 320  # bytes of a q8_256 column record per 256 values: q, sums of 16 at 256, d at 288
+_SUMS, _SCALE = 256, 288
+
+_zero_f32x8 = constant("f32", [0.0] * 8)
+_zero_i32x8 = constant("i32", [0] * 8)
+_five_i32x8 = constant("i32", [5] * 8)
+_ones_i8x64 = constant("i8", [1] * 64)
+_halves = shuffle([*range(8), *range(8, 16)])
+_twice_each = shuffle([i // 2 for i in range(16)])
+_lanes_02, _lanes_13 = shuffle([0] * 8 + [2] * 8), shuffle([1] * 8 + [3] * 8)
+_lanes_46, _lanes_57 = shuffle([4] * 8 + [6] * 8), shuffle([5] * 8 + [7] * 8)
+_quads = [shuffle([lane + i // 4 for i in range(16)]) for lane in (0, 4, 8, 12)]
+_quads_0, _quads_4, _quads_8, _quads_12 = _quads
+
+
+@numba.njit(**INLINE)
+def _prefetch_distance(row_bytes):
+    """Bytes ahead: the rows after the four at hand when they are short, else the same rows."""
+    return min(4 * row_bytes, 1024)
+
+
+# ------------------------------------------------------------------ blocks of 256
+@numba.njit(**INLINE)
+def _in_order(x):
+    return load_i8x64(x), load_i8x64(x + 64), load_i8x64(x + 128), load_i8x64(x + 192)
+
+
+@numba.njit(**INLINE)
+def _in_group_pairs(x):
+    """Groups of 32 in the order of q4_k_weights."""
+    x0 = join_32(load_i8x32(x), load_i8x32(x + 64))
+    x1 = join_32(load_i8x32(x + 32), load_i8x32(x + 96))
+    x2 = join_32(load_i8x32(x + 128), load_i8x32(x + 192))
+    x3 = join_32(load_i8x32(x + 160), load_i8x32(x + 224))
+    return x0, x1, x2, x3
+
+
+@numba.njit(**INLINE)
+def _scaled_dot(acc, w, x, scales):
+    """acc + sums of four of w * x, each times the i16 in the low half of its lane of `scales`."""
+    return dot_i16(acc, dot_u8_i8(zero_i32x16(), w, x), scales)
+
+
+@numba.njit(**INLINE)
+def _k_step(w, block, x, sums, d, acc, minus):
+    """A block of Q4_K or Q5_K; `minus` gathers what the mins subtract."""
+    scale_bytes, min_bytes = k_scales(block + 4)
+    scales = unsigned_to_i32(as_i8x8(scale_bytes))
+    mins = as_i8x8(min_bytes)
+    even = _scaled_dot(zero_i32x16(), w[0], x[0], _lanes_02(scales, scales))
+    odd = _scaled_dot(zero_i32x16(), w[1], x[1], _lanes_13(scales, scales))
+    even = _scaled_dot(even, w[2], x[2], _lanes_46(scales, scales))
+    odd = _scaled_dot(odd, w[3], x[3], _lanes_57(scales, scales))
+    least = pair_sums(unsigned_to_i16(_twice_each(mins, mins)), sums)
+    acc = fma(int_to_float(add(even, odd)), splat_f32x16(d * load_f16(block)), acc)
+    minus = fma(int_to_float(least), splat_f32x8(d * load_f16(block + 2)), minus)
+    return acc, minus
+
+
+@numba.njit(**INLINE)
+def _q4_k_step(block, x, sums, d, acc, minus):
+    return _k_step(q4_k_weights(block), block, x, sums, d, acc, minus)
+
+
+@numba.njit(**INLINE)
+def _q5_k_step(block, x, sums, d, acc, minus):
+    return _k_step(q5_k_weights(block), block, x, sums, d, acc, minus)
+
+
+@numba.njit(**INLINE)
+def _q6_k_step(block, x, sums, d, acc, minus):
+    w = q6_k_weights(block)
+    scales_i16 = signed_to_i16(load_i8x16(block + 192))
+    scales = unsigned_to_i32(scales_i16)
+    offset = shift_left(pair_sums(scales_i16, sums), _five_i32x8())
+    even = _scaled_dot(zero_i32x16(), w[0], x[0], _quads_0(scales, scales))
+    odd = _scaled_dot(zero_i32x16(), w[1], x[1], _quads_4(scales, scales))
+    even = _scaled_dot(even, w[2], x[2], _quads_8(scales, scales))
+    odd = _scaled_dot(odd, w[3], x[3], _quads_12(scales, scales))
+    whole = sub(add(even, odd), _halves(offset, _zero_i32x8()))
+    return fma(int_to_float(whole), splat_f32x16(d * load_f16(block + 208)), acc), minus
+
+
+@numba.njit(**INLINE)
+def _matvec_256(step, arrange, block_bytes, args, lo, hi):
+    weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+    y, y_stride = load_i64(args + 48), load_i64(args + 56)
+    ahead = _prefetch_distance(row_bytes)
+    for row in range(lo, hi, 4):
+        row1, row2, row3 = min(row + 1, hi - 1), min(row + 2, hi - 1), min(row + 3, hi - 1)
+        for token in range(tokens):
+            record = x + token * x_stride
+            p0, p1 = weights + row * row_bytes, weights + row1 * row_bytes
+            p2, p3 = weights + row2 * row_bytes, weights + row3 * row_bytes
+            a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+            m0, m1, m2, m3 = _zero_f32x8(), _zero_f32x8(), _zero_f32x8(), _zero_f32x8()
+            for _ in range(columns // 256):
+                values, sums = arrange(record), load_i16x16(record + _SUMS)
+                d = load_f32(record + _SCALE)
+                for line in range(0, block_bytes, 64):
+                    prefetch(p0 + ahead + line)
+                    prefetch(p1 + ahead + line)
+                    prefetch(p2 + ahead + line)
+                    prefetch(p3 + ahead + line)
+                a0, m0 = step(p0, values, sums, d, a0, m0)
+                a1, m1 = step(p1, values, sums, d, a1, m1)
+                a2, m2 = step(p2, values, sums, d, a2, m2)
+                a3, m3 = step(p3, values, sums, d, a3, m3)
+                p0 += block_bytes
+                p1 += block_bytes
+                p2 += block_bytes
+                p3 += block_bytes
+                record += _RECORD_256
+            out = y + token * y_stride
+            store_f32(out + 4 * row, total(a0) - total(m0))
+            store_f32(out + 4 * row1, total(a1) - total(m1))
+            store_f32(out + 4 * row2, total(a2) - total(m2))
+            store_f32(out + 4 * row3, total(a3) - total(m3))
+
+
+@Task
+def matvec_q4_k(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec_256(_q4_k_step, _in_group_pairs, 144, args, lo, hi)
+
+
+@Task
+def matvec_q5_k(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec_256(_q5_k_step, _in_group_pairs, 176, args, lo, hi)
+
+
+@Task
+def matvec_q6_k(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec_256(_q6_k_step, _in_order, 210, args, lo, hi)
+
+
+# ------------------------------------------------------------------ blocks of 32, two at a time
+@numba.njit(**INLINE)
+def _pair(low, high):
+    """low in lanes 0-7, high in lanes 8-15."""
+    return _halves(splat_f32x8(low), splat_f32x8(high))
+
+
+@numba.njit(**INLINE)
+def _pair_f16(block, second, field):
+    return _pair(load_f16(block + field), load_f16(second + field))
+
+
+@numba.njit(**INLINE)
+def _shifted(q, x, minus_quads, bits):
+    """Sums of four of (q - 2^bits) * x."""
+    return dot_u8_i8(shift_left(minus_quads, splat_i32x16(bits)), q, x)
+
+
+@numba.njit(**INLINE)
+def _q4_0_step(block, second, x, minus_quads, d, scaled_quads, acc):
+    q = join_32(q4_0_weights(block), q4_0_weights(second))
+    dot = _shifted(q, x, minus_quads, 3)
+    return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
+
+
+@numba.njit(**INLINE)
+def _q5_0_step(block, second, x, minus_quads, d, scaled_quads, acc):
+    q = join_32(q5_0_weights(block), q5_0_weights(second))
+    dot = _shifted(q, x, minus_quads, 4)
+    return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
+
+
+@numba.njit(**INLINE)
+def _q8_0_step(block, second, x, minus_quads, d, scaled_quads, acc):
+    q = join_32(q8_0_weights(block), q8_0_weights(second))
+    dot = dot_i8_i8(zero_i32x16(), q, x, shift_left(minus_quads, splat_i32x16(7)))
+    return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
+
+
+@numba.njit(**INLINE)
+def _with_minimum(q, block, second, x, d, scaled_quads, acc):
+    dot = dot_u8_i8(zero_i32x16(), q, x)
+    acc = fma(scaled_quads, _pair_f16(block, second, 2), acc)
+    return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
+
+
+@numba.njit(**INLINE)
+def _q4_1_step(block, second, x, minus_quads, d, scaled_quads, acc):
+    q = join_32(q4_1_weights(block), q4_1_weights(second))
+    return _with_minimum(q, block, second, x, d, scaled_quads, acc)
+
+
+@numba.njit(**INLINE)
+def _q5_1_step(block, second, x, minus_quads, d, scaled_quads, acc):
+    q = join_32(q5_1_weights(block), q5_1_weights(second))
+    return _with_minimum(q, block, second, x, d, scaled_quads, acc)
+
+
+@numba.njit(**INLINE)
+def _matvec_32(step, block_bytes, args, lo, hi):
+    """An odd last block is paired with itself; the activations there are zero."""
+    weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+    y, y_stride = load_i64(args + 48), load_i64(args + 56)
+    ahead = _prefetch_distance(row_bytes)
+    padded = (columns + 63) & ~63
+    for row in range(lo, hi, 4):
+        row1, row2, row3 = min(row + 1, hi - 1), min(row + 2, hi - 1), min(row + 3, hi - 1)
+        for token in range(tokens):
+            record = x + token * x_stride
+            p0, p1 = weights + row * row_bytes, weights + row1 * row_bytes
+            p2, p3 = weights + row2 * row_bytes, weights + row3 * row_bytes
+            a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+            for i in range(0, columns, 64):
+                values = load_i8x64(record + i)
+                quads = dot_u8_i8(zero_i32x16(), _ones_i8x64(), values)
+                scales = record + padded + i // 8
+                d = _pair(load_f32(scales), load_f32(scales + 4))
+                minus, scaled = sub(zero_i32x16(), quads), mul(int_to_float(quads), d)
+                second = block_bytes if i + 32 < columns else 0
+                prefetch(p0 + ahead)
+                prefetch(p1 + ahead)
+                prefetch(p2 + ahead)
+                prefetch(p3 + ahead)
+                a0 = step(p0, p0 + second, values, minus, d, scaled, a0)
+                a1 = step(p1, p1 + second, values, minus, d, scaled, a1)
+                a2 = step(p2, p2 + second, values, minus, d, scaled, a2)
+                a3 = step(p3, p3 + second, values, minus, d, scaled, a3)
+                p0 += 2 * block_bytes
+                p1 += 2 * block_bytes
+                p2 += 2 * block_bytes
+                p3 += 2 * block_bytes
+            out = y + token * y_stride
+            store_f32(out + 4 * row, total(a0))
+            store_f32(out + 4 * row1, total(a1))
+            store_f32(out + 4 * row2, total(a2))
+            store_f32(out + 4 * row3, total(a3))
+
+
+@Task
+def matvec_q4_0(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec_32(_q4_0_step, 18, args, lo, hi)
+
+
+@Task
+def matvec_q4_1(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec_32(_q4_1_step, 20, args, lo, hi)
+
+
+@Task
+def matvec_q5_0(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec_32(_q5_0_step, 22, args, lo, hi)
+
+
+@Task
+def matvec_q5_1(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec_32(_q5_1_step, 24, args, lo, hi)
+
+
+@Task
+def matvec_q8_0(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec_32(_q8_0_step, 34, args, lo, hi)

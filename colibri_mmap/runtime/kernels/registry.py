@@ -1,0 +1,79 @@
+"""Which kernels serve a matrix of a ggml type; nothing is compiled until an address is asked for.
+
+`int8` rounds activations to 8 bit where the weights are quantised; `exact` keeps them float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ...format.quants import GGMLType, block_geometry
+from ..task import Task
+from . import activations, dequantise, exact, matmul, matvec
+
+Mode = Literal["int8", "exact"]
+
+_COLUMNS_LIMIT = 4  # up to this many tokens `matvec` is the faster
+_ACTIVATION_OF_BLOCK = {32: "q8_32", 256: "q8_256"}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKernels:
+    """How to multiply by a matrix; `block` is the unit of its row length in weights."""
+
+    activation: str
+    matvec: Task
+    matmul: Task
+    block: int
+    columns_limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A form of activations; the byte counts are those of one record for row length K."""
+
+    name: str
+    pack_columns: Task
+    pack_lanes: Task
+    column_bytes: Callable[[int], int]
+    lanes_bytes: Callable[[int], int]
+
+
+def _activation(name: str) -> Activation:
+    return Activation(
+        name,
+        getattr(activations, f"pack_columns_{name}"),
+        getattr(activations, f"pack_lanes_{name}"),
+        getattr(activations, f"{name}_column_bytes"),
+        getattr(activations, f"{name}_lanes_bytes"),
+    )
+
+
+ACTIVATIONS = {name: _activation(name) for name in ("f32", "q8_32", "q8_256")}
+
+
+def weight_kernels(type: GGMLType, mode: Mode) -> WeightKernels | None:
+    """The kernels for matrices of a type, or None where there are none."""
+    name = type.name.lower()
+    block = block_geometry(type)[0]
+    if not hasattr(exact, f"exact_matvec_{name}"):
+        return None
+    if mode == "int8" and hasattr(matvec, f"matvec_{name}"):
+        activation, source, prefix = _ACTIVATION_OF_BLOCK[block], (matvec, matmul), ""
+    else:
+        activation, source, prefix = "f32", (exact, exact), "exact_"
+    columns, lanes = source
+    return WeightKernels(
+        activation,
+        getattr(columns, f"{prefix}matvec_{name}"),
+        getattr(lanes, f"{prefix}matmul_{name}"),
+        block,
+        _COLUMNS_LIMIT,
+    )
+
+
+def dequantise_task(type: GGMLType) -> Task | None:
+    """The task that makes rows of a type float32, or None."""
+    return getattr(dequantise, f"dequantise_{type.name.lower()}", None)
