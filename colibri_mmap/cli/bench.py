@@ -1,0 +1,120 @@
+"""`bench`: how fast this machine reads a prompt and writes a reply."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from colibri_mmap.cli import options
+
+if TYPE_CHECKING:
+    from colibri_mmap.runtime.engine import Engine
+
+PARAGRAPH = (
+    "The hummingbird is the smallest of all birds, and the only one that can fly backwards. It "
+    "weighs about two grams, less than a coin, yet its heart beats more than a thousand times a "
+    "minute. In one day it drinks more nectar than it weighs, from hundreds of flowers, and at "
+    "night it lets its body grow cold to live through the hours without food. "
+)
+
+
+def bench(
+    model: options.ModelPath,
+    prompt_tokens: Annotated[
+        int, typer.Option("-p", "--n-prompt", metavar="N", min=1, help="Tokens of the prompt.")
+    ] = 512,
+    reply_tokens: Annotated[
+        int, typer.Option("-n", "--n-gen", metavar="N", min=2, help="Tokens of the reply.")
+    ] = 64,
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", metavar="N", min=1, help="Runs to measure.")
+    ] = 3,
+    threads: options.Threads = -1,
+    mode: options.ArithmeticMode = options.Mode.INT8,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Measure the speed of a model.
+
+    Each run reads a prompt and writes a reply behind it, from an empty context. A first, short run
+    that compiles the kernels is not counted.
+    """
+    from colibri_mmap.cli.console import ProgressBar, results
+    from colibri_mmap.cli.opening import open_engine
+
+    with open_engine(
+        model,
+        mode=mode,
+        threads=options.count_or_none(threads),
+        ctx=prompt_tokens + reply_tokens,
+    ) as engine:
+        ids = _prompt(engine, prompt_tokens)
+        with ProgressBar() as bar:
+            _measure(engine, ids, 2)
+            samples = []
+            for number in range(repetitions):
+                bar("measuring", number, repetitions)
+                samples.append(_measure(engine, ids, reply_tokens))
+        report = _report(engine, model, samples)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        results().print(_table(report), soft_wrap=True)
+
+
+def _prompt(engine: Engine, length: int) -> list[int]:
+    """`length` tokens of English text, the same on every machine."""
+    once = engine.tokenizer.encode(PARAGRAPH, add_special=False)
+    ids: list[int] = engine.tokenizer.encode(PARAGRAPH * (length // len(once) + 2))
+    return ids[:length]
+
+
+def _measure(engine: Engine, ids: list[int], reply_tokens: int) -> dict[str, Any]:
+    """The engine's statistics of one run from an empty context."""
+    from colibri_mmap import Sampling
+
+    engine.reset()
+    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    for _ in engine.generate(ids, max_tokens=reply_tokens, sampling=sampling):
+        pass
+    return engine.stats.as_dict()
+
+
+def _report(engine: Engine, model: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything that the numbers depend on, their medians, and all samples."""
+    from importlib.metadata import version
+
+    names = ("prefill_tokens_per_second", "decode_tokens_per_second", "bytes_read_per_token")
+    return {
+        "version": version("colibri-mmap"),
+        "model": str(model),
+        "mode": engine.mode,
+        "threads": engine.threads,
+        "prompt_tokens": samples[0]["prompt_tokens"],
+        "generated_tokens": samples[0]["generated_tokens"],
+        **{name: median(sample[name] for sample in samples) for name in names},
+        "samples": samples,
+    }
+
+
+def _table(report: dict[str, Any]) -> Any:
+    """The report for people: a row for each kind of work."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 3, 0, 0), title_justify="left")
+    table.title = f"{Path(report['model']).name} · {report['mode']} · {report['threads']} threads"
+    table.add_column("tokens/s")
+    for name in ("median", "lowest", "highest"):
+        table.add_column(name, justify="right")
+    for label, count, name in (
+        ("prompt", report["prompt_tokens"], "prefill_tokens_per_second"),
+        ("reply", report["generated_tokens"], "decode_tokens_per_second"),
+    ):
+        values = [sample[name] for sample in report["samples"]]
+        numbers = (report[name], min(values), max(values))
+        table.add_row(f"{label} of {count} tokens", *(f"{number:.1f}" for number in numbers))
+    return table

@@ -1,0 +1,176 @@
+"""`chat`: talk to a model in the terminal, or get one reply in a pipe."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from colibri_mmap.cli import options
+from colibri_mmap.cli.options import count_or_none
+from colibri_mmap.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from colibri_mmap.runtime.engine import Engine
+
+    from colibri_mmap.cli.reply import ReplySettings
+
+NO_MODEL = """\
+error: no model given
+  colibri-mmap chat -m model.gguf   chat with a GGUF file, any shard of a split one, or a directory
+  colibri-mmap chat --demo          fetch a tiny demonstration model (about 100 MB, once)"""
+
+
+def chat(
+    model: options.OptionalModelPath = None,
+    demo: options.Demo = False,
+    ctx_size: options.ContextSize = 0,
+    threads: options.Threads = -1,
+    mode: options.ArithmeticMode = options.Mode.INT8,
+    kv_type: options.KVElementType = None,
+    prompt: options.Prompt = None,
+    file: options.PromptFile = None,
+    system_prompt: options.SystemPrompt = None,
+    chat_template: options.Template = None,
+    chat_template_file: options.TemplateFile = None,
+    n_predict: options.ReplyTokens = -1,
+    temp: options.Temperature = 0.8,
+    top_k: options.TopK = 40,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.05,
+    repeat_penalty: options.RepeatPenalty = 1.0,
+    repeat_last_n: options.RepeatLastN = 64,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = -1,
+    stop: options.StopTexts = None,
+    ignore_eos: options.IgnoreEnd = False,
+    logit_bias: options.LogitBiases = None,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Chat with a model.
+
+    In a terminal it is a conversation. With -p, -f or text on standard input it is one reply on
+    standard output.
+    """
+    if model is None and not demo:
+        print(NO_MODEL, file=sys.stderr)
+        raise typer.Exit(2)
+    if model is not None and demo:
+        raise ArgumentError("--demo brings its own model: leave out -m, or --demo")
+    message = _one_shot_message(prompt, file)
+    if as_json and message is None:
+        raise ArgumentError("--json prints a single reply: add -p, -f or text on standard input")
+
+    from colibri_mmap import Sampling
+    from colibri_mmap.cli.opening import demo_model, open_engine
+    from colibri_mmap.cli.reply import ReplySettings
+
+    sampling = Sampling(
+        temperature=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        repeat_last_n=repeat_last_n,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=count_or_none(seed),
+        stop=tuple(stop or ()),
+        logit_bias=dict(_bias(text) for text in logit_bias or ()),
+        ignore_eos=ignore_eos,
+    )
+    template_source = _template_source(chat_template, chat_template_file)
+    if demo:
+        model = demo_model()
+    assert model is not None
+    with open_engine(
+        model,
+        mode=mode,
+        threads=count_or_none(threads),
+        ctx=ctx_size or None,
+        kv_type=kv_type,
+        template_source=template_source,
+    ) as engine:
+        settings = ReplySettings(sampling, count_or_none(n_predict))
+        if message is not None:
+            _reply_once(engine, message, system_prompt, settings, as_json=as_json, verbose=verbose)
+            return
+        from colibri_mmap.cli.interactive import Interactive
+
+        Interactive(engine, settings, system_prompt).run()
+
+
+def _one_shot_message(prompt: str | None, file: Path | None) -> str | None:
+    """What -p, -f and a piped stdin say, in this order; None in a terminal without -p and -f."""
+    parts = [] if prompt is None else [prompt]
+    if file is not None:
+        parts.append(_text(file.read_bytes(), str(file)))
+    if not sys.stdin.isatty():
+        parts.append(_text(sys.stdin.buffer.read(), "standard input"))
+    elif not parts:
+        return None
+    message = "\n\n".join(part for part in (part.rstrip("\n") for part in parts) if part)
+    if not message:
+        raise ArgumentError("there is nothing to reply to: the prompt is empty")
+    return message
+
+
+def _text(content: bytes, source: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ArgumentError(f"{source} is not UTF-8 text") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """Token id and bias of one --logit-bias, as llama.cpp writes it: `15043+1`, `15043-inf`."""
+    match = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*|\.\d+))", text)
+    if match is None:
+        raise ArgumentError(f"--logit-bias {text}: expected TOKEN_ID+BIAS or TOKEN_ID-BIAS")
+    return int(match[1]), float(match[2])
+
+
+def _template_source(template: str | None, file: Path | None) -> str | None:
+    if template is not None and file is not None:
+        raise ArgumentError("--chat-template and --chat-template-file exclude each other")
+    return template if file is None else _text(file.read_bytes(), str(file))
+
+
+def _reply_once(
+    engine: Engine,
+    message: str,
+    system_prompt: str | None,
+    settings: ReplySettings,
+    *,
+    as_json: bool,
+    verbose: bool,
+) -> None:
+    """Print the reply to stdout and nothing else there; statistics go to stderr."""
+    from colibri_mmap.cli.console import messages, printable
+    from colibri_mmap.cli.conversation import Conversation
+    from colibri_mmap.cli.reply import full_context_hint, stream_reply, summary, write_to_stdout
+
+    conversation = Conversation(system_prompt).asking(message)
+
+    def write(text: str) -> None:
+        if not as_json:
+            write_to_stdout(printable(text) if sys.stdout.isatty() else text)
+
+    reply = stream_reply(engine, conversation.messages(), settings, write)
+    if as_json:
+        print(json.dumps({"reply": reply.text, "stats": engine.stats.as_dict()}))
+    elif not reply.text.endswith("\n"):
+        write("\n")
+    console = messages()
+    if reply.interrupted:
+        raise KeyboardInterrupt
+    if engine.stats.finish_reason == "context":
+        console.print(f"note: {full_context_hint(engine)}", markup=False)
+    if verbose or (console.is_terminal and sys.stdout.isatty()):
+        console.print(summary(engine), style="dim")

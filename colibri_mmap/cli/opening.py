@@ -1,0 +1,47 @@
+"""Opening a model for a command: progress where it takes time, notices on stderr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from colibri_mmap.cli.console import ProgressBar, messages, printable
+
+DEMO = (
+    "demo: SmolLM2-135M upcycled to a Mixture of Experts, "
+    "tiny, for demonstration, not a capable assistant"
+)
+
+if TYPE_CHECKING:
+    from colibri_mmap.runtime.engine import Engine
+
+
+def open_engine(
+    model: Path,
+    *,
+    mode: str,
+    threads: int | None = None,
+    ctx: int | None = None,
+    kv_type: str | None = None,
+) -> Engine:
+    """`Engine.open` with a progress bar; what it had to note goes to stderr."""
+    from colibri_mmap import Engine
+
+    with ProgressBar(announce=True) as bar:
+        engine = Engine.open(
+            model, mode=mode, threads=threads, ctx=ctx, kv_type=kv_type, progress=bar
+        )
+    console = messages()
+    for notice in engine.notices:
+        console.print(printable(f"note: {notice}"), style="dim", markup=False)
+    return engine
+
+
+def demo_model() -> Path:
+    """The demonstration model, fetched and built on first use."""
+    from colibri_mmap.demo import ensure_demo_model
+
+    with ProgressBar("bytes", announce=True) as bar:
+        model = ensure_demo_model(progress=bar)
+    messages().print(DEMO, style="dim")
+    return model

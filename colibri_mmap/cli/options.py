@@ -1,0 +1,168 @@
+"""The commands' options, named and with defaults as in llama.cpp."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+class Mode(StrEnum):
+    """Arithmetic: activations rounded per block, or everything in float32."""
+
+    INT8 = "int8"
+    EXACT = "exact"
+
+
+class KVType(StrEnum):
+    """Element type of the KV cache."""
+
+    F16 = "f16"
+    F32 = "f32"
+
+
+def count_or_none(value: int) -> int | None:
+    """An option's number, or None where llama.cpp's -1 asks for the default."""
+    return None if value == -1 else value
+
+
+def _model(*names: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Model", **settings)
+
+
+def _prompt(*names: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Prompt", **settings)
+
+
+def _sampling(*names: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Sampling", **settings)
+
+
+_MODEL_HELP = "A GGUF file, any shard of a split one, its directory, or a packed file."
+ModelPath = Annotated[Path, _model("-m", "--model", metavar="PATH", help=_MODEL_HELP)]
+OptionalModelPath = Annotated[
+    Path | None, _model("-m", "--model", metavar="PATH", help=_MODEL_HELP, show_default=False)
+]
+Threads = Annotated[
+    int,
+    _model("-t", "--threads", metavar="N", help="Compute threads; -1: one per core."),
+]
+ArithmeticMode = Annotated[
+    Mode, _model("--mode", help="int8 is fast; exact computes everything in float32.")
+]
+Demo = Annotated[bool, _model("--demo", help="Chat with a tiny demonstration model.")]
+ContextSize = Annotated[
+    int,
+    _model("-c", "--ctx-size", metavar="N", help="Context length in tokens; 0: the model's."),
+]
+KVElementType = Annotated[
+    KVType | None,
+    _model("--kv-type", help="Elements of the KV cache (default: f16; f32 with --mode exact)."),
+]
+
+Prompt = Annotated[
+    str | None,
+    _prompt("-p", "--prompt", metavar="TEXT", help="Reply to this once, and exit."),
+]
+PromptFile = Annotated[
+    Path | None,
+    _prompt("-f", "--file", metavar="PATH", help="Reply to the text of this file, and exit."),
+]
+SystemPrompt = Annotated[
+    str | None, _prompt("-sys", "--system-prompt", metavar="TEXT", help="System prompt.")
+]
+Template = Annotated[
+    str | None,
+    _prompt(
+        "--chat-template",
+        metavar="NAME|JINJA",
+        help="Chat template to use instead of the model's own.",
+    ),
+]
+TemplateFile = Annotated[
+    Path | None,
+    _prompt("--chat-template-file", metavar="PATH", help="Chat template from a file."),
+]
+
+ReplyTokens = Annotated[
+    int,
+    _sampling(
+        "-n",
+        "--n-predict",
+        metavar="N",
+        help="Tokens of a reply at most; -1: until the model ends it.",
+    ),
+]
+Temperature = Annotated[
+    float,
+    _sampling("--temp", metavar="X", help="Temperature; 0: always the likeliest token."),
+]
+TopK = Annotated[
+    int,
+    _sampling("--top-k", metavar="N", help="Only the k likeliest tokens; 0: all."),
+]
+TopP = Annotated[
+    float,
+    _sampling(
+        "--top-p",
+        metavar="X",
+        help="Only the likeliest tokens with this total probability; 1: all.",
+    ),
+]
+MinP = Annotated[
+    float,
+    _sampling(
+        "--min-p",
+        metavar="X",
+        help="Only tokens with this part of the likeliest one's probability; 0: all.",
+    ),
+]
+RepeatPenalty = Annotated[
+    float,
+    _sampling(
+        "--repeat-penalty", metavar="X", help="Penalty of tokens that occurred lately; 1: none."
+    ),
+]
+RepeatLastN = Annotated[
+    int,
+    _sampling(
+        "--repeat-last-n",
+        metavar="N",
+        help="How many tokens the penalties look back; -1: the whole context.",
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    _sampling("--presence-penalty", metavar="X", help="Penalty of tokens that occurred; 0: none."),
+]
+FrequencyPenalty = Annotated[
+    float,
+    _sampling(
+        "--frequency-penalty", metavar="X", help="Penalty for each occurrence of a token; 0: none."
+    ),
+]
+Seed = Annotated[
+    int,
+    _sampling("-s", "--seed", metavar="N", help="Seed of the sampling; -1: a new one."),
+]
+StopTexts = Annotated[
+    list[str] | None,
+    _sampling("--stop", metavar="TEXT", help="End the reply before this text (repeatable)."),
+]
+IgnoreEnd = Annotated[bool, _sampling("--ignore-eos", help="Go on after the model's end of text.")]
+LogitBiases = Annotated[
+    list[str] | None,
+    _sampling(
+        "-l",
+        "--logit-bias",
+        metavar="ID+X|ID-X",
+        help="Make a token likelier or less likely: 15043+1, 15043-inf (repeatable).",
+    ),
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Print statistics, and the traceback of an error.")
+]

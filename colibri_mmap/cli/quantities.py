@@ -1,0 +1,21 @@
+"""Large numbers as people read them: three digits and a unit."""
+
+from __future__ import annotations
+
+
+def byte_size(size: float) -> str:
+    """Bytes in decimal units."""
+    return _scaled(size, ("bytes", "kB", "MB", "GB", "TB"))
+
+
+def count(number: float) -> str:
+    """A number of things."""
+    return _scaled(number, ("", "thousand", "million", "billion", "trillion"))
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    step = 0
+    while value >= 999.5 and step < len(units) - 1:
+        value /= 1000
+        step += 1
+    return f"{value:.3g} {units[step]}".rstrip()

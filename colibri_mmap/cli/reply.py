@@ -1,0 +1,142 @@
+"""One reply of the model: streamed, interruptible, with a line of numbers below it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from colibri_mmap.cli.console import ProgressBar
+
+if TYPE_CHECKING:
+    from colibri_mmap.runtime.engine import Engine
+    from colibri_mmap.runtime.sampling import Sampling
+    from colibri_mmap.runtime.template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class ReplySettings:
+    """What every reply of a conversation has in common; `None` leaves the choice to the engine."""
+
+    sampling: Sampling
+    max_tokens: int | None = None
+    template: ChatTemplate | None = None
+
+    def again(self, attempt: int) -> ReplySettings:
+        """The settings of a repeated reply: a fixed seed moves on, or it would not differ."""
+        if self.sampling.seed is None:
+            return self
+        return replace(self, sampling=replace(self.sampling, seed=self.sampling.seed + attempt))
+
+
+class Interrupt(AbstractContextManager["Interrupt"]):
+    """Ctrl-C as a request that is honoured between two steps; a second one raises at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Interrupt:
+        self._previous = signal.signal(signal.SIGINT, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _request(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
+        if self.requested:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def silent_keyboard() -> Iterator[None]:
+    """Keep what is typed meanwhile, ^C too, out of the text; the next prompt still receives it."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The text so far, and whether Ctrl-C ended it."""
+
+    text: str
+    interrupted: bool
+
+
+def stream_reply(
+    engine: Engine,
+    messages: list[dict[str, str]],
+    settings: ReplySettings,
+    write: Callable[[str], None],
+) -> Reply:
+    """Pass the reply to `write` piece by piece; Ctrl-C ends it after the token in work."""
+    text: list[str] = []
+    with silent_keyboard(), Interrupt() as interrupt, ProgressBar() as bar:
+
+        def report_prompt(done: int, total: int) -> None:
+            interrupt.check()
+            bar("reading the prompt", done, total)
+
+        pieces = engine.chat(
+            messages,
+            max_tokens=settings.max_tokens,
+            sampling=settings.sampling,
+            progress=report_prompt,
+            template=settings.template,
+        )
+        try:
+            with closing(pieces):
+                for piece in pieces:
+                    bar.stop()
+                    text.append(piece.text)
+                    write(piece.text)
+                    interrupt.check()
+        except KeyboardInterrupt:
+            return Reply("".join(text), interrupted=True)
+    return Reply("".join(text), interrupted=False)
+
+
+def write_to_stdout(text: str) -> None:
+    """Print a piece at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def summary(engine: Engine) -> str:
+    """The last reply in one line: speed, time to the first token, disk reads, tokens, context."""
+    stats = engine.stats
+    used = stats.prompt_tokens + stats.generated_tokens
+    return " · ".join(
+        (
+            f"{stats.decode_tokens_per_second:.1f} tok/s",
+            f"first token {stats.ttft_seconds:.2f} s",
+            f"{stats.bytes_read_per_token / 1e9:.2f} GB read/token",
+            f"{stats.generated_tokens} tokens",
+            f"context {used}/{engine.context_length}",
+        )
+    )
+
+
+def full_context_hint(engine: Engine) -> str:
+    """What to do when the context is full."""
+    return f"the context of {engine.context_length} tokens is full: start with a larger -c"
