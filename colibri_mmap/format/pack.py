@@ -45,15 +45,15 @@ def pack(
     """
     gguf = open_gguf(source)
     target = Path(target)
-    _check_target(gguf, target, force)
     plan = plan_container(gguf, align, order)
     blank = plan.header({})
     size = len(blank) + sum(unit.nbytes for unit in plan.units())
     partial = target.with_name(f".{target.name}.partial")
-    resumable = partial.is_file() and partial.stat().st_size == size
+    journal_path = target.with_name(f".{target.name}.journal")
     try:
+        _check_target(gguf, target, force)
         _check_space(partial, size)
-        journal_path = target.with_name(f".{target.name}.journal")
+        resumable = partial.exists() and partial.stat().st_size == size
         with Journal(journal_path, _identity(gguf, blank), resumable) as journal:
             _write(gguf, plan, partial, size, journal, progress)
             partial.rename(target)

@@ -39,8 +39,8 @@ def write_model(path: Path, layout: str) -> Path:
     writer.add_uint32("test.expert_used_count", 2)
     writer.add_array("words", ["a", "grüße"])
     random = np.random.default_rng(8)
-    for name in ("output", "output_norm", "blk.1.ffn_gate_inp", "blk.1.attn_norm", "blk.0.attn_q",
-                 "blk.0.attn_norm", "blk.0.attn_output", "blk.0.ffn_norm", "token_embd"):  # fmt: skip
+    trunk = "output output_norm blk.1.ffn_gate_inp blk.1.attn_norm blk.0.attn_q blk.0.attn_norm"
+    for name in f"{trunk} blk.0.attn_output blk.0.ffn_norm token_embd".split():
         writer.add_tensor(f"{name}.weight", random.standard_normal((3, WIDTH), np.float32))
     parts = expert_bytes()
     for layer in range(LAYERS):
