@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from colibri_mmap.cli.console import ProgressBar, messages, printable
 from colibri_mmap.demo.upcycle import Recipe, upcycle
 from colibri_mmap.errors import ColibriError
 
@@ -18,23 +18,16 @@ def main(
     target: Annotated[Path, typer.Argument(help="GGUF to write.")],
     experts: Annotated[int, typer.Option(help="Experts per layer.")] = 8,
     top_k: Annotated[int, typer.Option(help="Experts used per token.")] = 2,
-    perturbation: Annotated[float, typer.Option(help="Largest change of a block's scale.")] = 0.05,
+    perturbation: Annotated[float, typer.Option(help="Largest change of a block's scale.")] = 0.03,
     seed: Annotated[int, typer.Option(help="Seed of experts and routers.")] = 0,
 ) -> None:
     """Write a Mixture-of-Experts GGUF whose experts are small variations of the dense model's."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=False))
     try:
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("upcycling")
-            upcycle(
-                source,
-                target,
-                Recipe(experts, top_k, perturbation, seed),
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+        recipe = Recipe(experts, top_k, perturbation, seed)
+        with ProgressBar("bytes") as bar:
+            upcycle(source, target, recipe, progress=partial(bar, "upcycling"))
     except ColibriError as error:
-        console.print(f"error: {error}", markup=False, soft_wrap=True)
+        messages().print(f"error: {printable(str(error))}", markup=False)
         raise typer.Exit(1) from error
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -29,6 +28,7 @@ from colibri_mmap.demo.dense import FFN_PARTS, DenseModel, Floats
 from colibri_mmap.demo.perturb import perturbed
 from colibri_mmap.errors import ArgumentError, ResourceError
 from colibri_mmap.format.arrays import GGUFArray, ValueType
+from colibri_mmap.format.encode import TensorEntry, encode_header, encode_number, encode_text
 from colibri_mmap.format.header import DEFAULT_ALIGNMENT, TensorInfo, read_header
 from colibri_mmap.format.quants import GGMLType
 
@@ -45,7 +45,7 @@ class Recipe:
 
     experts: int = 8
     top_k: int = 2
-    perturbation: float = 0.05
+    perturbation: float = 0.03
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,7 +79,11 @@ def upcycle(
 
     In memory are one expert's matrix at a time and, while the routers are fitted, one layer.
     """
-    partial = target.with_name(target.name + ".partial")
+    if not target.parent.is_dir():
+        raise ArgumentError(f"{target.parent}: no such directory; create it first")
+    if target.exists() and target.samefile(source):
+        raise ArgumentError(f"{target}: is the source itself; name another target")
+    partial = target.with_name(f".{target.name}.partial")
     with DenseModel(source) as model:
         outputs = _outputs(model, recipe)
         header = _header(model, recipe, outputs)
@@ -87,8 +91,8 @@ def upcycle(
         free = shutil.disk_usage(target.parent).free
         if total > free:
             raise ResourceError(
-                f"{target}: needs {total / 1e9:.2f} GB, only {free / 1e9:.2f} GB are free; "
-                "make room or choose another place"
+                f"{target}: needs {total / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
+                "free some space or name another disk"
             )
         try:
             with partial.open("wb") as file:
@@ -96,6 +100,8 @@ def upcycle(
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(target)
+        except OSError as error:
+            raise ResourceError(f"{target}: writing failed: {error.strerror}") from error
         finally:
             partial.unlink(missing_ok=True)
 
@@ -191,47 +197,34 @@ def _stack(
 
 def _header(model: DenseModel, recipe: Recipe, outputs: list[_Output]) -> bytes:
     """A GGUF v3 header with the source's metadata copied byte for byte, and what makes it a MoE."""
-    changed: dict[str, int | str] = {
+    texts = {
         "general.name": f"{_name(model)} upcycled to {recipe.experts} experts",
         "general.description": (
             f"Each of the {recipe.experts} experts is the dense feed-forward layer with its block "
             f"scales changed by up to {recipe.perturbation:g}; seed {recipe.seed}."
         ),
-        "llama.expert_count": recipe.experts,
-        "llama.expert_used_count": recipe.top_k,
     }
+    numbers = {"llama.expert_count": recipe.experts, "llama.expert_used_count": recipe.top_k}
+    replaced = {*texts, *numbers, "general.alignment"}
     source = read_header(model.gguf.shards[0].path)
     pairs = [
         bytes(source.window[start:end])
         for key, (start, end) in source.spans.items()
-        if key not in changed and key != "general.alignment" and not key.startswith("split.")
+        if key not in replaced and not key.startswith("split.")
     ]
-    pairs += [_pair(key, value) for key, value in changed.items()]
-    infos, offset = [], 0
+    string = ValueType.STRING.to_bytes(4, "little")
+    pairs += [encode_text(key) + string + encode_text(text) for key, text in texts.items()]
+    pairs += [encode_number(key, ValueType.UINT32, number) for key, number in numbers.items()]
+    entries, offset = [], 0
     for output in outputs:
-        rank = len(output.shape)
-        tail = struct.pack(f"<I{rank}QIQ", rank, *output.shape, output.type, offset)
-        infos.append(_text(output.name) + tail)
+        entries.append(TensorEntry(output.name, output.type, output.shape, offset))
         offset += output.nbytes + output.padding
-    preamble = struct.pack("<4sIQQ", b"GGUF", 3, len(infos), len(pairs))
-    header = b"".join((preamble, *pairs, *infos))
-    return header + bytes(-len(header) % DEFAULT_ALIGNMENT)
+    return encode_header(pairs, entries, DEFAULT_ALIGNMENT)
 
 
 def _name(model: DenseModel) -> str:
     name = model.gguf.metadata.get("general.name")
     return name if isinstance(name, str) else model.path.stem
-
-
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _pair(key: str, value: int | str) -> bytes:
-    if isinstance(value, str):
-        return _text(key) + struct.pack("<I", ValueType.STRING) + _text(value)
-    return _text(key) + struct.pack("<II", ValueType.UINT32, value)
 
 
 def _write(
