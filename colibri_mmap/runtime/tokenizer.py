@@ -56,16 +56,16 @@ class Tokenizer:
             )
         self.notices: list[str] = []
         self._vocabulary = Vocabulary.read(gguf)
-        self._is_sentencepiece = model == "llama"
+        self.is_sentencepiece = model == "llama"
         self._encoder: SentencePieceEncoder | ByteLevelEncoder
-        if self._is_sentencepiece:
+        if self.is_sentencepiece:
             self._encoder = SentencePieceEncoder(self._vocabulary, gguf)
             add_bos = True
         else:
             pre = self._pretokenizer(gguf.str(key_name("pre"), None))
             self._encoder = self._byte_level(pre, gguf)
             add_bos = pre.add_bos
-        self._add_space = gguf.bool(key_name("add_space_prefix"), self._is_sentencepiece)
+        self._add_space = gguf.bool(key_name("add_space_prefix"), self.is_sentencepiece)
         template = gguf.str("tokenizer.chat_template", "")
         self.chat_template = template if template.strip() else None
         self.bos_id = self._vocabulary.bos_id
@@ -215,4 +215,4 @@ class Tokenizer:
             return text.encode()
         if kind == TokenType.BYTE and re.fullmatch("<0x[0-9A-F]{2}>", text):
             return bytes.fromhex(text[3:5])
-        return text.replace(SPACE, " ").encode() if self._is_sentencepiece else token_bytes(text)
+        return text.replace(SPACE, " ").encode() if self.is_sentencepiece else token_bytes(text)
