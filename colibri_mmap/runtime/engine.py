@@ -1,0 +1,383 @@
+"""The engine: a model file opened for logits, generation and chat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError, ContextLengthError, FormatError
+from ..format.gguf import GGUF, open_gguf
+from . import scheduler
+from .kv import KVCache, Trace
+from .models import Model, load_model
+from .ops import Mode, Ops
+from .pages import IoCounters, io_counters
+from .pool import Pool, default_threads
+from .sampling import Sampler, Sampling, StopMatcher
+from .template import ChatTemplate
+from .tokenizer import Tokenizer
+from .warmup import compile_tasks, model_tasks
+from .weights import Weights
+
+KVType = Literal["f16", "f32"]
+Message = Mapping[str, Any]
+
+PREFILL_CHUNK = 512  # tokens of a prompt that go through the model together
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token; `text` is what it completes, so pieces can be printed as they come."""
+
+    id: int
+    text: str
+
+
+@dataclass(slots=True)
+class Stats:
+    """Figures of the latest generation; seconds, tokens and bytes."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    bytes_read: int = 0
+    major_faults: int = 0
+    finish_reason: str = ""
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return _rate(self.prompt_tokens - self.cached_tokens, self.prefill_seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after the first, which prefill pays for, per second."""
+        return _rate(self.generated_tokens - 1, self.decode_seconds)
+
+    @property
+    def bytes_read_per_token(self) -> float:
+        return self.bytes_read / max(1, self.generated_tokens)
+
+    def as_dict(self) -> dict[str, float | int | str]:
+        """All figures by name, for JSON."""
+        names = (*self.__slots__, "prefill_tokens_per_second", "decode_tokens_per_second")
+        return {name: getattr(self, name) for name in (*names, "bytes_read_per_token")}
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 and count > 0 else 0.0
+
+
+class Engine:
+    """One model, one conversation at a time; a context manager.
+
+    Successive calls reuse the keys and values of the tokens they have in common.
+    """
+
+    def __init__(
+        self,
+        gguf: GGUF,
+        *,
+        mode: Mode,
+        threads: int,
+        ctx: int | None,
+        kv_type: KVType,
+        progress: Callable[[str, int, int], None] | None,
+    ) -> None:
+        self.gguf, self.mode, self.threads, self.kv_type = gguf, mode, threads, kv_type
+        self.tokenizer = Tokenizer.from_gguf(gguf)
+        self._weights = Weights(gguf)
+        self._pool: Pool | None = None
+        try:
+            self._ops = Ops(Pool(threads), mode)
+            self._pool = self._ops.pool
+            self._model = load_model(self._weights, self._ops)
+            self._check_vocabulary()
+            compile_tasks(model_tasks(gguf, mode, kv_type), progress)
+        except BaseException:
+            self.close()
+            raise
+        self.context_length = ctx or self._model.context_length
+        self.template = ChatTemplate.of(self.tokenizer)
+        self.notices = [*self.tokenizer.notices, *self.template.notices]
+        self.stats = Stats()
+        self._sequence = self._new_sequence(self.context_length)
+        self._generation = 0
+        self._said: tuple[str, list[int]] = ("", [])
+
+    @classmethod
+    def open(
+        cls,
+        path: str | PathLike[str],
+        *,
+        mode: Mode = "int8",
+        threads: int | None = None,
+        ctx: int | None = None,
+        kv_type: KVType | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> Engine:
+        """Open a GGUF file, any shard of one, a directory or a container.
+
+        `mode`: "int8" rounds activations to 8 bit where weights are quantised, "exact" computes in
+        float32. `ctx` tokens of context (default: the model's). `kv_type` "f16" (default) or "f32"
+        (default in exact mode). `progress(stage, done, total)` is called while kernels are compiled.
+        """
+        if mode not in ("int8", "exact"):
+            raise ArgumentError(f"mode {mode!r}: choose int8 or exact")
+        kv_type = kv_type or ("f32" if mode == "exact" else "f16")
+        if kv_type not in ("f16", "f32"):
+            raise ArgumentError(f"KV type {kv_type!r}: choose f16 or f32")
+        if threads is not None and not 1 <= threads <= 1024:
+            raise ArgumentError(f"threads must be 1 to 1024, not {threads}")
+        if ctx is not None and ctx < 1:
+            raise ArgumentError(f"the context must hold at least 1 token, not {ctx}")
+        return cls(
+            open_gguf(path),
+            mode=mode,
+            threads=threads or default_threads(),
+            ctx=ctx,
+            kv_type=kv_type,
+            progress=progress,
+        )
+
+    def close(self) -> None:
+        """End the threads and unmap the files."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        self._weights.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------- logits
+    def logits(self, ids: Sequence[int], trace: Trace | None = None) -> NDArray[np.float32]:
+        """float32 [T, n_vocab]: one pass over the ids with fresh state, the logits of every position.
+
+        `trace` records the chosen experts and their weights.
+        """
+        self._check_ids(ids)
+        sequence = self._new_sequence(len(ids))
+        chunks = [
+            scheduler.step(self._model, self._ops, [(sequence, part)], "all", trace)
+            for part in _chunks(ids)
+        ]
+        return np.concatenate(chunks)
+
+    # -------------------------------------------------------------------------- generation
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Token]:
+        """Continue the ids; ends at an end token, a stop string, `max_tokens` or the context's end.
+
+        `progress(done, total)` is called as the prompt is read. Settings and ids are checked at once;
+        the work is done as tokens are asked for. Starting another generation ends this one.
+        """
+        ids = list(ids)
+        self._check_ids(ids)
+        if len(ids) >= self.context_length:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.context_length} and a "
+                "reply needs room: shorten the prompt or open the model with a larger context"
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise ArgumentError(f"max_tokens must be at least 1, not {max_tokens}")
+        sampling = sampling or Sampling()
+        sampler = Sampler(sampling, self.tokenizer.vocab_size, self.tokenizer.end_ids)
+        limit = min(max_tokens or self.context_length, self.context_length - len(ids))
+        return self._generate(ids, limit, max_tokens, sampling, sampler, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        template: ChatTemplate | None = None,
+    ) -> Iterator[Token]:
+        """The reply to messages ({"role", "content"}), rendered by the model's chat template."""
+        prompt = (template or self.template).render(messages, add_generation_prompt=True)
+        ids = self._prompt_ids(prompt)
+        return self._chat(prompt, ids, self.generate(ids, max_tokens, sampling, progress))
+
+    def reset(self) -> None:
+        """Forget all tokens: the next generation starts from nothing."""
+        self._sequence.rewind(0)
+        self._generation += 1
+
+    def _chat(self, prompt: str, ids: list[int], tokens: Iterator[Token]) -> Iterator[Token]:
+        reply, text = [], []
+        try:
+            for token in tokens:
+                reply.append(token.id)
+                text.append(token.text)
+                yield token
+        finally:
+            self._said = (prompt + "".join(text), ids + reply)
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """The ids of a rendered prompt; what was said before keeps the ids it was generated with.
+
+        A reply that is tokenised again may come out as other tokens, and would be computed again.
+        """
+        text, ids = self._said
+        if text and prompt.startswith(text):
+            rest = prompt[len(text) :]
+            return ids + self.tokenizer.encode(rest, add_special=False, parse_special=True)
+        return self.tokenizer.encode(prompt, add_special=True, parse_special=True)
+
+    def _generate(
+        self,
+        ids: list[int],
+        limit: int,
+        max_tokens: int | None,
+        sampling: Sampling,
+        sampler: Sampler,
+        progress: Callable[[int, int], None] | None,
+    ) -> Iterator[Token]:
+        self._generation += 1
+        mine = self._generation
+        self.stats = stats = Stats(prompt_tokens=len(ids), finish_reason="cancelled")
+        counters, started = io_counters(), time.perf_counter()
+        try:
+            logits = self._prefill(ids, stats, progress)
+            stats.prefill_seconds = time.perf_counter() - started
+            decode_started = time.perf_counter()
+            writer = _Writer(self.tokenizer, sampling.stop)
+            while True:
+                token = sampler.sample(logits[: self.tokenizer.vocab_size], ids)
+                if stats.generated_tokens == 0:
+                    stats.ttft_seconds = time.perf_counter() - started
+                if token in self.tokenizer.end_ids and not sampling.ignore_eos:
+                    stats.finish_reason = "stop"
+                    break
+                ids.append(token)
+                stats.generated_tokens += 1
+                stats.decode_seconds = time.perf_counter() - decode_started
+                yield from writer.push(token)
+                if writer.stopped:
+                    stats.finish_reason = "stop"
+                    break
+                if stats.generated_tokens >= limit:
+                    stats.finish_reason = "length" if limit == max_tokens else "context"
+                    break
+                if mine != self._generation:
+                    raise ArgumentError("another generation was started: this one cannot go on")
+                logits = scheduler.step(
+                    self._model, self._ops, [(self._sequence, [token])], "last"
+                )[0]
+                _count(stats, counters)
+            yield from writer.finish()
+        finally:
+            _count(stats, counters)
+
+    def _prefill(
+        self, ids: list[int], stats: Stats, progress: Callable[[int, int], None] | None
+    ) -> NDArray[np.float32]:
+        """Read the prompt, except what the cache has of it; the logits of its last token."""
+        sequence = self._sequence
+        common = _common_prefix(sequence.ids, ids[:-1])
+        sequence.rewind(common)
+        stats.cached_tokens = common
+        parts = list(_chunks(ids[common:]))
+        for number, part in enumerate(parts):
+            if progress is not None:
+                progress(len(sequence.ids), len(ids))
+            last = number == len(parts) - 1
+            logits = scheduler.step(
+                self._model, self._ops, [(sequence, part)], "last" if last else "none"
+            )
+        if progress is not None:
+            progress(len(ids), len(ids))
+        return logits[0]
+
+    # -------------------------------------------------------------------------- checks
+    def _new_sequence(self, context: int) -> scheduler.Sequence:
+        return scheduler.Sequence(KVCache(self._model.kv_shapes, context, self.kv_type))
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if len(ids) == 0:
+            raise ArgumentError("there are no tokens to start from: give at least one")
+        for token in ids:
+            if not 0 <= token < self._model.vocabulary:
+                raise ArgumentError(
+                    f"token id {token} is outside the vocabulary of {self._model.vocabulary}"
+                )
+
+    def _check_vocabulary(self) -> None:
+        rows, tokens = self._model.vocabulary, self.tokenizer.vocab_size
+        if tokens > rows:
+            raise FormatError(
+                self.gguf.path,
+                "tensor 'token_embd.weight'",
+                f"has {rows} rows, but the tokenizer has {tokens} tokens",
+            )
+
+
+class _Writer:
+    """Tokens to text: whole characters only, and nothing of a stop string.
+
+    A token is held back while its text is incomplete, so that what remains at the end can be added to it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self._stream = tokenizer.stream(skip_special=True, at_start=False)
+        self._matcher = StopMatcher(stops)
+        self._held: Token | None = None
+        self.stopped = False
+
+    def push(self, token: int) -> Iterator[Token]:
+        if self._held is not None:
+            yield self._held
+        text, self.stopped = self._matcher.push(self._stream.push(token))
+        self._held = Token(token, text)
+        if not (self._stream.pending or self._matcher.pending or self.stopped):
+            yield self._held
+            self._held = None
+
+    def finish(self) -> Iterator[Token]:
+        if self._held is not None:
+            rest = ""
+            if not self.stopped:
+                text, self.stopped = self._matcher.push(self._stream.flush())
+                rest = text + ("" if self.stopped else self._matcher.flush())
+            yield Token(self._held.id, self._held.text + rest)
+
+
+def _count(stats: Stats, since: IoCounters) -> None:
+    used = io_counters() - since
+    stats.bytes_read, stats.major_faults = used.bytes_read, used.major_faults
+
+
+def _chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    for start in range(0, len(ids), PREFILL_CHUNK):
+        yield ids[start : start + PREFILL_CHUNK]
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    for index, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return index
+    return min(len(a), len(b))

@@ -1,0 +1,61 @@
+"""One step: new tokens of one or several sequences through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .kv import Batch, KVCache, SequenceSlice, Trace
+from .models import Model
+from .ops import Ops
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Tokens whose keys and values are in the cache, in order."""
+
+    cache: KVCache
+    ids: list[int] = field(default_factory=list)
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        assert length <= len(self.ids)
+        del self.ids[length:]
+
+
+def step(
+    model: Model,
+    ops: Ops,
+    work: Items[tuple[Sequence, Items[int]]],
+    wanted: Literal["none", "last", "all"],
+    trace: Trace | None = None,
+) -> NDArray[np.float32]:
+    """Append new tokens to each sequence; logits float32 [wanted, V] of none, the last or all of them.
+
+    The tokens count as part of a sequence only when the step is done.
+    """
+    slices: list[SequenceSlice] = []
+    start = 0
+    for sequence, new in work:
+        assert new
+        slices.append(SequenceSlice(sequence.cache, start, start + len(new), len(sequence.ids)))
+        start += len(new)
+    tokens = np.concatenate([np.asarray(new, np.int64) for _, new in work])
+    positions = np.concatenate(
+        [np.arange(s.position, s.position + s.stop - s.start) for s in slices]
+    )
+    rows = {
+        "none": np.empty(0, np.int64),
+        "last": np.array([s.stop - 1 for s in slices], np.int64),
+        "all": np.arange(start),
+    }[wanted]
+    with ops.temporaries():
+        out = model.forward(Batch(tokens, positions, slices, rows, trace))
+        logits = ops.numpy(out)
+    for sequence, new in work:
+        sequence.ids.extend(new)
+    return logits
