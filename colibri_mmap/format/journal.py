@@ -22,21 +22,17 @@ class Journal:
     def __init__(self, path: Path, identity: str, resumable: bool) -> None:
         self.path = path
         self.finished: dict[str, list[int]] = {}
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = path.open("a+b", buffering=0)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not (resumable and self._resume(identity)):
-                self.finished.clear()
-                os.ftruncate(self._fd, 0)
-                self._append({"identity": identity})
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self.close()
-            raise ResourceError(
-                f"{path}: another pack is writing this file; wait for it"
-            ) from error
-        except BaseException:
-            self.close()
-            raise
+            self._file.close()
+            reason = "another pack is writing this file; wait for it"
+            raise ResourceError(f"{path}: {reason}") from error
+        kept = self._whole_lines(identity) if resumable else 0
+        self._file.truncate(kept)
+        if not kept:
+            self._append({"identity": identity})
 
     def __enter__(self) -> Journal:
         return self
@@ -47,10 +43,7 @@ class Journal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def finish(self, unit: str, checksums: list[int]) -> None:
         """Note durably that a unit is done."""
@@ -62,26 +55,21 @@ class Journal:
         self.path.unlink()
 
     def _append(self, entry: dict[str, object]) -> None:
-        line = json.dumps(entry).encode() + b"\n"
-        os.write(self._fd, line)
-        os.fsync(self._fd)
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        os.fsync(self._file.fileno())
 
-    def _resume(self, identity: str) -> bool:
-        """Take over the whole lines of an earlier run; False if it was a different job."""
-        lines = self.path.read_bytes().splitlines(keepends=True)
+    def _whole_lines(self, identity: str) -> int:
+        """Take over what an earlier run of the same job finished; the bytes of its whole lines."""
+        self._file.seek(0)
         kept = 0
-        for number, line in enumerate(lines):
+        for line in self._file.read().splitlines(keepends=True):
             try:
                 entry = json.loads(line)
             except ValueError:
                 break
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") or entry.get("identity", identity) != identity:
                 break
-            if number == 0:
-                if entry.get("identity") != identity:
-                    return False
-            else:
+            if "unit" in entry:
                 self.finished[entry["unit"]] = entry["checksums"]
             kept += len(line)
-        os.ftruncate(self._fd, kept)
-        return kept > 0
+        return kept

@@ -10,7 +10,7 @@ from types import TracebackType
 from colibri_mmap.errors import ModelReadError
 
 CHUNK = 8 << 20
-_PAGE = 4096
+_MARGIN = 4 << 20  # the kernel keeps a large folio unless the dropped range covers all of it
 
 
 class StreamReader:
@@ -31,6 +31,7 @@ class StreamReader:
         trace: TracebackType | None,
     ) -> None:
         for file in self._files.values():
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # also what was read ahead
             os.close(file)
 
     def chunks(self, shard: int, offset: int, nbytes: int) -> Iterator[memoryview]:
@@ -46,7 +47,7 @@ class StreamReader:
                 if count == 0:
                     raise ModelReadError(f"{path}: ends at byte {offset}: it shrank while read")
                 yield self._buffer[:count]
-                start = offset - offset % _PAGE
+                start = max(0, offset - _MARGIN)
                 os.posix_fadvise(file, start, offset + count - start, os.POSIX_FADV_DONTNEED)
                 offset += count
         except OSError as error:
