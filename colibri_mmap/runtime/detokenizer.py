@@ -22,6 +22,11 @@ class TokenStream:
         """The text that `token` completes, perhaps empty."""
         return self._decoder.decode(self._bytes(token))
 
+    @property
+    def pending(self) -> bool:
+        """Whether an incomplete character is held back."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """What remains of an incomplete character, as U+FFFD; the stream starts anew after it."""
         rest = self._decoder.decode(b"", final=True)

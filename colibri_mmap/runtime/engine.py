@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from os import PathLike
 from types import TracebackType
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from ..errors import ArgumentError, ContextLengthError, FormatError
 from ..format.gguf import GGUF, open_gguf
 from . import scheduler
 from .kv import KVCache, Trace
-from .models import Model, load_model
+from .models import load_model
 from .ops import Mode, Ops
 from .pages import IoCounters, io_counters
 from .pool import Pool, default_threads
@@ -127,9 +128,10 @@ class Engine:
     ) -> Engine:
         """Open a GGUF file, any shard of one, a directory or a container.
 
-        `mode`: "int8" rounds activations to 8 bit where weights are quantised, "exact" computes in
-        float32. `ctx` tokens of context (default: the model's). `kv_type` "f16" (default) or "f32"
-        (default in exact mode). `progress(stage, done, total)` is called while kernels are compiled.
+        `mode`: "int8" rounds activations to 8 bit where weights are quantised, "exact" computes
+        in float32. `ctx` tokens of context (default: the model's). `kv_type` "f16" (default) or
+        "f32" (default in exact mode). `progress(stage, done, total)` tells of kernels being
+        compiled.
         """
         if mode not in ("int8", "exact"):
             raise ArgumentError(f"mode {mode!r}: choose int8 or exact")
@@ -168,12 +170,12 @@ class Engine:
         self.close()
 
     # -------------------------------------------------------------------------- logits
-    def logits(self, ids: Sequence[int], trace: Trace | None = None) -> NDArray[np.float32]:
-        """float32 [T, n_vocab]: one pass over the ids with fresh state, the logits of every position.
+    def logits(self, ids: Iterable[int], trace: Trace | None = None) -> NDArray[np.float32]:
+        """Logits float32 [T, n_vocab] of every position: one pass over the ids, from fresh state.
 
         `trace` records the chosen experts and their weights.
         """
-        self._check_ids(ids)
+        ids = self._checked(ids)
         sequence = self._new_sequence(len(ids))
         chunks = [
             scheduler.step(self._model, self._ops, [(sequence, part)], "all", trace)
@@ -184,18 +186,17 @@ class Engine:
     # -------------------------------------------------------------------------- generation
     def generate(
         self,
-        ids: Sequence[int],
+        ids: Iterable[int],
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         """Continue the ids; ends at an end token, a stop string, `max_tokens` or the context's end.
 
-        `progress(done, total)` is called as the prompt is read. Settings and ids are checked at once;
-        the work is done as tokens are asked for. Starting another generation ends this one.
+        `progress(done, total)` is called as the prompt is read. Settings and ids are checked at
+        once, the work is done as tokens are asked for. Starting another generation ends this one.
         """
-        ids = list(ids)
-        self._check_ids(ids)
+        ids = self._checked(ids)
         if len(ids) >= self.context_length:
             raise ContextLengthError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.context_length} and a "
@@ -204,7 +205,7 @@ class Engine:
         if max_tokens is not None and max_tokens < 1:
             raise ArgumentError(f"max_tokens must be at least 1, not {max_tokens}")
         sampling = sampling or Sampling()
-        sampler = Sampler(sampling, self.tokenizer.vocab_size, self.tokenizer.end_ids)
+        sampler = Sampler(sampling, self.tokenizer.vocab_size)
         limit = min(max_tokens or self.context_length, self.context_length - len(ids))
         return self._generate(ids, limit, max_tokens, sampling, sampler, progress)
 
@@ -215,7 +216,7 @@ class Engine:
         sampling: Sampling | None = None,
         progress: Callable[[int, int], None] | None = None,
         template: ChatTemplate | None = None,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         """The reply to messages ({"role", "content"}), rendered by the model's chat template."""
         prompt = (template or self.template).render(messages, add_generation_prompt=True)
         ids = self._prompt_ids(prompt)
@@ -226,7 +227,9 @@ class Engine:
         self._sequence.rewind(0)
         self._generation += 1
 
-    def _chat(self, prompt: str, ids: list[int], tokens: Iterator[Token]) -> Iterator[Token]:
+    def _chat(
+        self, prompt: str, ids: list[int], tokens: Generator[Token, None, None]
+    ) -> Generator[Token, None, None]:
         reply, text = [], []
         try:
             for token in tokens:
@@ -255,7 +258,7 @@ class Engine:
         sampling: Sampling,
         sampler: Sampler,
         progress: Callable[[int, int], None] | None,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         self._generation += 1
         mine = self._generation
         self.stats = stats = Stats(prompt_tokens=len(ids), finish_reason="cancelled")
@@ -287,7 +290,6 @@ class Engine:
                 logits = scheduler.step(
                     self._model, self._ops, [(self._sequence, [token])], "last"
                 )[0]
-                _count(stats, counters)
             yield from writer.finish()
         finally:
             _count(stats, counters)
@@ -300,30 +302,38 @@ class Engine:
         common = _common_prefix(sequence.ids, ids[:-1])
         sequence.rewind(common)
         stats.cached_tokens = common
-        parts = list(_chunks(ids[common:]))
-        for number, part in enumerate(parts):
+
+        def read(part: Sequence[int], wanted: Literal["none", "last"]) -> NDArray[np.float32]:
             if progress is not None:
                 progress(len(sequence.ids), len(ids))
-            last = number == len(parts) - 1
-            logits = scheduler.step(
-                self._model, self._ops, [(sequence, part)], "last" if last else "none"
-            )
+            return scheduler.step(self._model, self._ops, [(sequence, part)], wanted)
+
+        *early, final = _chunks(ids[common:])
+        for part in early:
+            read(part, "none")
+        logits: NDArray[np.float32] = read(final, "last")[0]
         if progress is not None:
             progress(len(ids), len(ids))
-        return logits[0]
+        return logits
 
     # -------------------------------------------------------------------------- checks
     def _new_sequence(self, context: int) -> scheduler.Sequence:
         return scheduler.Sequence(KVCache(self._model.kv_shapes, context, self.kv_type))
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        if len(ids) == 0:
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        """The ids as a list of our own, numpy integers too; ArgumentError if one is no token."""
+        try:
+            checked = [index(token) for token in ids]
+        except TypeError as error:
+            raise ArgumentError(f"token ids must be integers: {error}") from error
+        if not checked:
             raise ArgumentError("there are no tokens to start from: give at least one")
-        for token in ids:
+        for token in checked:
             if not 0 <= token < self._model.vocabulary:
                 raise ArgumentError(
                     f"token id {token} is outside the vocabulary of {self._model.vocabulary}"
                 )
+        return checked
 
     def _check_vocabulary(self) -> None:
         rows, tokens = self._model.vocabulary, self.tokenizer.vocab_size
@@ -338,7 +348,7 @@ class Engine:
 class _Writer:
     """Tokens to text: whole characters only, and nothing of a stop string.
 
-    A token is held back while its text is incomplete, so that what remains at the end can be added to it.
+    A token is held back while its text is incomplete, so that what remains at the end can be added.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
@@ -377,7 +387,7 @@ def _chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many leading tokens two sequences share."""
-    for index, (left, right) in enumerate(zip(a, b, strict=False)):
+    for length, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:
-            return index
+            return length
     return min(len(a), len(b))

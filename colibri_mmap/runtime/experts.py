@@ -1,7 +1,7 @@
 """The routed experts: choosing them, and computing the chosen ones on the mapped weights.
 
-Tokens are grouped by expert, so that each distinct expert of a batch is touched once; the outputs of a
-token are summed in router order, whatever the order in which they were computed.
+Tokens are grouped by expert, so that each distinct expert of a batch is touched once; the outputs
+of a token are summed in router order, whatever the order in which they were computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..format.quants import GGMLType
 from .arena import Rows
 from .kernels import elementwise
-from .ops import Ops, Packed, combine_job
+from .ops import Ops, Packed, combine_job, silu_job
 from .pool import ARGUMENTS, Job, Launch, job
 from .weights import ExpertWeights
 
@@ -43,7 +43,7 @@ def softmax_top_k(ops: Ops, logits: Rows, k: int, *, normalise: bool) -> Routing
 
 @dataclass(frozen=True, slots=True)
 class _DecodeLaunch:
-    """A decode step of one layer: the rows of its job table whose weight address is set per token."""
+    """A decode step of one layer: the rows of its job table that get a new address per token."""
 
     launch: Launch
     gate: slice
@@ -116,7 +116,7 @@ class ExpertStore:
         products_out = [job for _, products in narrow for job in products]
         identity = self._identity.ctypes.data
         combine = combine_job(x, y, identity, routing.weights_address, k)
-        phases = [pack_in, products_in, [_silu_job(gate, up)], pack_out, products_out, [combine]]
+        phases = [pack_in, products_in, [silu_job(gate, up)], pack_out, products_out, [combine]]
         first = len(pack_in)
         last = first + 2 * k + 1 + len(pack_out)
         return _DecodeLaunch(
@@ -128,7 +128,7 @@ class ExpertStore:
 
     # -------------------------------------------------------------------------- many tokens
     def _add_grouped(self, x: Rows, h: Rows, experts: ExpertWeights, routing: Routing) -> None:
-        """Slots, one per (token, choice), sorted by expert; an expert's products share its weights."""
+        """Slots, one per (token, choice), are sorted by expert: its weights serve all of them."""
         ops, k = self._ops, routing.ids.shape[1]
         groups = _group(routing.ids)
         tokens = ops.arena.copy_in(groups.order // k)
@@ -136,7 +136,7 @@ class ExpertStore:
         total = len(groups.order)
         gate, up = (ops.arena.rows(total, part.rows) for part in (experts.gate, experts.up))
         y = ops.arena.rows(total, x.width)
-        phases: list[list[Job]] = [[], [], [_silu_job(gate, up)], [], []]
+        phases: list[list[Job]] = [[], [], [silu_job(gate, up)], [], []]
         for expert, start, stop in groups.ranges:
             count = stop - start
             packed: Packed = {}
@@ -187,9 +187,3 @@ def _group(ids: NDArray[np.int64]) -> _Groups:
     experts, starts = np.unique(flat[order], return_index=True)
     stops = [*starts[1:].tolist(), len(order)]
     return _Groups(order, slot_of, list(zip(experts.tolist(), starts.tolist(), stops, strict=True)))
-
-
-def _silu_job(gate: Rows, up: Rows) -> Job:
-    words = (gate.address, gate.stride, up.address, up.stride, gate.address, gate.stride)
-    chunk = max(1, 8192 // gate.width)
-    return job(elementwise.silu_mul, gate.count, chunk, *words, gate.width)

@@ -60,8 +60,8 @@ class AttentionShape:
 class GroupedQueryAttention:
     """x += attn_output(attention(rope(norm(q)), rope(norm(k)), v)) of attn_norm(x).
 
-    Biases and the norms of q and k are applied where the file has them; a norm of the width of one head
-    works on each head, one of the width of the row on the whole row.
+    Biases and the norms of q and k are applied where the file has them; a norm of the width of
+    one head works on each head, one of the width of the row on the whole row.
     """
 
     def __init__(self, weights: Weights, layer: int, shape: AttentionShape) -> None:
@@ -162,7 +162,7 @@ class ExpertsShape:
 
 
 class MixtureOfExperts:
-    """x += the sum of the chosen experts of h, by softmax routing, and of the shared expert if any."""
+    """x += the weighted sum of the experts that softmax routing chooses for h."""
 
     def __init__(
         self, weights: Weights, layer: int, shape: ExpertsShape, store: ExpertStore
@@ -195,7 +195,7 @@ class GatedSharedExpert:
 
     def add_to(self, x: Rows, h: Rows, ops: Ops) -> None:
         gate = ops.numpy(ops.linear(h, self.ffn_gate_inp_shexp))
-        factors = 1.0 / (1.0 + np.exp(-gate[:, 0]))
+        factors = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate[:, 0]))
         ops.add_weighted(x, self.expert.output(h, ops), factors)
 
 

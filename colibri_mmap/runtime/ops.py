@@ -117,10 +117,8 @@ class Ops:
 
     def silu_mul(self, gate: Rows, up: Rows) -> Rows:
         """silu(gate) * up, in the place of gate."""
-        words = (gate.address, gate.stride, up.address, up.stride, gate.address, gate.stride)
-        key = ("silu_mul", gate.count, *words, gate.width) if gate.count <= _FEW else None
-        task = elementwise.silu_mul
-        self.run(key, lambda: [[job(task, gate.count, 4, *words, gate.width)]])
+        key = ("silu_mul", gate, up) if gate.count <= _FEW else None
+        self.run(key, lambda: [[silu_job(gate, up)]])
         return gate
 
     def add_weighted(self, x: Rows, y: Rows, factors: NDArray[np.float32]) -> None:
@@ -180,17 +178,17 @@ class Ops:
         if few and kernels.activation == "f32" and not index and x.width % 16 == 0:
             packed[form] = (x.address, x.stride)
             return []
-        activation = ACTIVATIONS[kernels.activation]
+        activation, source = ACTIVATIONS[kernels.activation], (x.address, x.stride)
         if few:
             stride = activation.column_bytes(x.width)
             out = self.arena.take(stride * count)
-            words = (x.address, x.stride, index, x.width, out, stride)
-            jobs = [job(activation.pack_columns, count, 4, *words)]
+            jobs = [job(activation.pack_columns, count, 4, *source, index, x.width, out, stride)]
         else:
             stride, vectors = activation.lanes_bytes(x.width), -(-count // 16)
             out = self.arena.take(stride * vectors)
-            words = (x.address, x.stride, index, count, x.width, out, stride)
-            jobs = [job(activation.pack_lanes, vectors, 1, *words)]
+            jobs = [
+                job(activation.pack_lanes, vectors, 1, *source, index, count, x.width, out, stride)
+            ]
         packed[form] = (out, stride)
         return jobs
 
@@ -297,8 +295,15 @@ class Ops:
         self.pool.run(launch)
 
 
+def silu_job(gate: Rows, up: Rows) -> Job:
+    """gate = silu(gate) * up."""
+    words = (gate.address, gate.stride, up.address, up.stride, gate.address, gate.stride)
+    chunk = max(1, 8192 // gate.width)
+    return job(elementwise.silu_mul, gate.count, chunk, *words, gate.width)
+
+
 def combine_job(x: Rows, y: Rows, slots: int, weights: int, k: int) -> Job:
-    """x[t] += sum over j of weights[t, j] * y[slots[t, j]]; addresses of float32 and int64 [T, k]."""
+    """x[t] += sum over j of weights[t, j] * y[slots[t, j]]; addresses of f32 and int64 [T, k]."""
     words = (x.address, x.stride, x.address, x.stride, y.address, y.stride, slots, weights)
     return job(elementwise.combine_experts, x.count, 4, *words, k, x.width)
 
@@ -331,6 +336,7 @@ def _attention_jobs(
 def _dequantised(matrix: Matrix) -> NDArray[np.float32]:
     """The exact float32 values [rows, columns] of a matrix of any type, by gguf-py."""
     nbytes = matrix.rows * matrix.row_bytes
-    raw = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(matrix.address), np.uint8)
+    memory = memoryview((ctypes.c_uint8 * nbytes).from_address(matrix.address))
+    raw = np.frombuffer(memory, np.uint8)
     rows = raw.reshape(matrix.rows, matrix.row_bytes)
     return dequantize(rows, GGMLQuantizationType(int(matrix.type))).astype(np.float32, copy=False)

@@ -1,9 +1,9 @@
 """The thread pool: Python threads parked in a nogil loop that run phases of jobs.
 
-A launch is a list of phases; all jobs of a phase may run at the same time, the next phase starts when
-they are done. Jobs are cut into items of `chunk` units; the threads, the caller among them, claim items
-one by one, so that a busy core costs little. Fork and join take about a microsecond: the workers
-spin for a while before they sleep on a futex. What is computed does not depend on who computes it.
+A launch is a list of phases; all jobs of a phase may run at the same time, the next phase starts
+when they are done. Jobs are cut into items of `chunk` units; the threads, the caller among them,
+claim items one by one, so that a busy core costs little. Fork and join take about a microsecond:
+the workers spin for a while before they sleep on a futex. Who computes an item changes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def _call_task(typing: Any, address: Any, arguments_at: Any, lo: Any, hi: Any, s
 
 
 @njit(**INLINE)
-def _run_item(jobs, count, item, scratch):  # type: ignore[no-untyped-def]
+def _run_item(jobs, count, item, scratch):
     """Find the job of an item by bisection and run it."""
     low, high = 0, count - 1
     while low < high:
@@ -146,7 +147,7 @@ def _run_item(jobs, count, item, scratch):  # type: ignore[no-untyped-def]
 
 
 @njit(**INLINE)
-def _work(control, scratch):  # type: ignore[no-untyped-def]
+def _work(control, scratch):
     """Claim and run items of the open phase until none is left."""
     while True:
         word = _load_acquire(control + _NEXT)
@@ -160,7 +161,7 @@ def _work(control, scratch):  # type: ignore[no-untyped-def]
 
 
 @njit("void(int64, int64)", nogil=True, boundscheck=False, cache=True)
-def _worker(control, scratch):  # type: ignore[no-untyped-def]
+def _worker(control, scratch):
     """The life of a worker thread."""
     last = 0
     while True:
@@ -182,7 +183,7 @@ def _worker(control, scratch):  # type: ignore[no-untyped-def]
 
 
 @njit("void(int64, int64, int64, int64)", nogil=True, boundscheck=False, cache=True)
-def _run(control, phases, count, scratch):  # type: ignore[no-untyped-def]
+def _run(control, phases, count, scratch):
     """Run the phases one after another; the calling thread takes part."""
     for phase in range(phases, phases + count * _PHASE_BYTES, _PHASE_BYTES):
         jobs, job_count, items = load_i64(phase), load_i64(phase + 8), load_i64(phase + 16)
@@ -210,7 +211,7 @@ def _run(control, phases, count, scratch):  # type: ignore[no-untyped-def]
 
 
 @njit("void(int64)", nogil=True, boundscheck=False, cache=True)
-def _stop(control):  # type: ignore[no-untyped-def]
+def _stop(control):
     store_i64(control + _STOP, 1)
     _add_atomic(control + _EPOCH, 1)
     _futex(control + _EPOCH, _FUTEX_WAKE, 0x7FFFFFFF)
@@ -281,8 +282,7 @@ def default_threads() -> int:
     """The CPUs this process may use, at most a cgroup's quota."""
     usable = len(os.sched_getaffinity(0))
     try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
         return usable
     return usable if quota == "max" else max(1, min(usable, int(quota) // int(period)))

@@ -7,7 +7,7 @@ min-p, temperature.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +35,7 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # -inf forbids a token
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # end tokens are tokens like any other
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
@@ -60,7 +60,7 @@ def _require(holds: bool, name: str, expected: str, value: object) -> None:
 class Sampler:
     """Draws tokens for one reply; the same seed and logits give the same tokens."""
 
-    def __init__(self, sampling: Sampling, vocab_size: int, end_ids: Collection[int]) -> None:
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         outside = [token for token in sampling.logit_bias if not 0 <= token < vocab_size]
         if outside:
             raise ArgumentError(
@@ -70,7 +70,6 @@ class Sampler:
         self._vocab_size = vocab_size
         self._bias_ids = np.array(list(sampling.logit_bias), np.int64)
         self._bias = np.array(list(sampling.logit_bias.values()), np.float32)
-        self._forbidden = np.array(sorted(end_ids) if sampling.ignore_eos else [], np.int64)
         self._penalises = sampling.repeat_last_n != 0 and (
             sampling.repeat_penalty != 1
             or sampling.presence_penalty != 0
@@ -87,11 +86,11 @@ class Sampler:
                 "the model computed NaN or infinite logits; its weights may be damaged: run"
                 " `colibri-mmap verify`"
             )
-        if self._bias_ids.size or self._forbidden.size or self._penalises:
+        if self._bias_ids.size or self._penalises:
             logits = self._adjust(logits, history)
             best = int(np.argmax(logits))
             if logits[best] == -math.inf:
-                raise ArgumentError("logit_bias and ignore_eos forbid every token; relax them")
+                raise ArgumentError("logit_bias forbids every token; allow some")
         return best if self._sampling.temperature == 0 else self._draw(logits)
 
     def _adjust(self, logits: Logits, history: Sequence[int]) -> Logits:
@@ -99,7 +98,6 @@ class Sampler:
         settings = self._sampling
         logits = logits.copy()
         logits[self._bias_ids] += self._bias
-        logits[self._forbidden] = -math.inf
         if self._penalises:
             length = len(history)
             back = length if settings.repeat_last_n < 0 else settings.repeat_last_n

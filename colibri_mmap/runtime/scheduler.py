@@ -34,7 +34,7 @@ def step(
     wanted: Literal["none", "last", "all"],
     trace: Trace | None = None,
 ) -> NDArray[np.float32]:
-    """Append new tokens to each sequence; logits float32 [wanted, V] of none, the last or all of them.
+    """Append new tokens to each sequence; logits float32 [rows, V] of the wanted ones among them.
 
     The tokens count as part of a sequence only when the step is done.
     """

@@ -1,4 +1,4 @@
-"""LLVM vectors as numba types, so that kernels read like intrinsics and compile to the same inner loop.
+"""LLVM vectors as numba types: kernels read like intrinsics in C and compile to the same loops.
 
 All kernels are written for logical vectors of 512 bits. Where the CPU has narrower registers LLVM
 splits them, and the few operations with their own instructions (`dot_u8_i8`, `dot_i8_i8`,
@@ -9,8 +9,8 @@ intrinsic aborts the process:
     avx2         pmaddubsw + pmaddwd on ymm halves
     generic      plain vector arithmetic; any CPU that LLVM knows
 
-Integer results are equal in every form, so the choice never changes a logit. `COLIBRI_SIMD` forces a
-form, for tests. Addresses are int64; loads and stores need no alignment (GGUF blocks have none).
+Integer results are equal in every form, so the choice never changes a logit. `COLIBRI_SIMD` forces
+a form, for tests. Addresses are int64; loads and stores need no alignment (GGUF blocks have none).
 """
 
 from __future__ import annotations
@@ -75,7 +75,12 @@ FORM = _choose_form()
 HAS_NATIVE_HALF = FORM != "generic" or platform.machine() != "x86_64"
 numba.config.CACHE_DIR = _cache_directory()
 
-INLINE = {"forceinline": True, "nogil": True, "boundscheck": False, "error_model": "numpy"}
+INLINE: dict[str, Any] = {
+    "forceinline": True,
+    "nogil": True,
+    "boundscheck": False,
+    "error_model": "numpy",
+}
 
 # ------------------------------------------------------------------------------ vectors as types
 _ELEMENTS = {
@@ -95,7 +100,7 @@ _SCALARS = {
 }
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """`n` lanes of `element`, one LLVM vector value."""
 
     def __init__(self, element: str, n: int) -> None:
@@ -112,7 +117,7 @@ class Vector(types.Type):  # type: ignore[misc]
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, vector: Vector) -> None:
         super().__init__(manager, vector, vector.llvm)
 
@@ -413,12 +418,12 @@ def total(typing: Any, a: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, n = arguments[0], a.n
-        add = builder.fadd if a.element == "f32" else builder.add
+        instruction = "fadd" if a.element == "f32" else "add"
         while n > 1:
             n //= 2
             low = builder.shuffle_vector(value, value, _lanes(range(n)))
             high = builder.shuffle_vector(value, value, _lanes(range(n, 2 * n)))
-            value = add(low, high)
+            value = getattr(builder, instruction)(low, high)
         return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
 
     return _SCALARS[a.element](a), generate
@@ -440,7 +445,7 @@ def largest(typing: Any, a: Any) -> Any:
     return types.float32(a), generate
 
 
-# ------------------------------------------------------------------------------ names of the common ones
+# ------------------------------------------------------------------------------ common names
 load_i8x8, load_i8x16, load_i8x32, load_i8x64 = (loader("i8", n) for n in (8, 16, 32, 64))
 load_i16x8, load_i16x16, load_i16x32 = (loader("i16", n) for n in (8, 16, 32))
 load_i32x8, load_i32x16 = loader("i32", 8), loader("i32", 16)
@@ -472,7 +477,7 @@ zero_i32x16, zero_f32x16 = constant("i32", [0] * 16), constant("f32", [0] * 16)
 
 
 @numba.njit(**INLINE)
-def load_4_words(address):  # type: ignore[no-untyped-def]
+def load_4_words(address):
     """Four int64 from an address on: how a task reads its arguments."""
     return load_i64(address), load_i64(address + 8), load_i64(address + 16), load_i64(address + 24)
 
@@ -484,19 +489,19 @@ if HAS_NATIVE_HALF:
     _extend, _truncate = _convert("fpext", "f32"), _convert("fptrunc", "f16")
 
     @numba.njit(**INLINE)
-    def load_f16x16(address):  # type: ignore[no-untyped-def]
+    def load_f16x16(address):
         return _extend(_load_half(address))
 
     @numba.njit(**INLINE)
-    def store_f16x16(address, value):  # type: ignore[no-untyped-def]
+    def store_f16x16(address, value):
         store(address, _truncate(value))
 
     load_f16 = _scalar_loader("f16")
 else:
 
     @numba.njit(**INLINE)
-    def _half_to_float(bits):  # type: ignore[no-untyped-def]
-        """i32 [16] with half-precision bits -> f32 [16], exact; a denormal half is a normal float."""
+    def _half_to_float(bits):
+        """i32 [16] with half-precision bits -> f32 [16], exact; denormals become normal."""
         sign = shift_left(bit_and(bits, splat_i32x16(0x8000)), splat_i32x16(16))
         magnitude = bit_and(bits, splat_i32x16(0x7FFF))
         shifted = shift_left(magnitude, splat_i32x16(13))
@@ -506,15 +511,15 @@ else:
         return as_f32x16(bit_or(value, sign))
 
     @numba.njit(**INLINE)
-    def load_f16x16(address):  # type: ignore[no-untyped-def]
+    def load_f16x16(address):
         return _half_to_float(unsigned_to_i32(load_i16x16(address)))
 
     @numba.njit(**INLINE)
-    def load_f16(address):  # type: ignore[no-untyped-def]
+    def load_f16(address):
         return largest(_half_to_float(splat_i32x16(load_u16(address))))
 
     @numba.njit(**INLINE)
-    def store_f16x16(address, value):  # type: ignore[no-untyped-def]
+    def store_f16x16(address, value):
         """Round to the nearest even half, as the hardware does."""
         bits = as_i32x16(value)
         magnitude = bit_and(bits, splat_i32x16(0x7FFFFFFF))
@@ -531,7 +536,7 @@ else:
         store(address, to_i16(bit_or(result, sign)))
 
 
-# ------------------------------------------------------------------------------ products of small integers
+# ------------------------------------------------------------------------------ integer products
 _low_half = shuffle(range(32))
 _high_half = shuffle(range(32, 64))
 _join_i32 = shuffle(range(16))
@@ -562,11 +567,11 @@ if FORM == "avx512vnni":
     _sign_bits = constant("i8", [-128] * 64)
 
     @numba.njit(**INLINE)
-    def signed_weights(w):  # type: ignore[no-untyped-def]
+    def signed_weights(w):
         return bit_xor(w, _sign_bits())
 
     @numba.njit(**INLINE)
-    def signed_start(minus128_sums):  # type: ignore[no-untyped-def]
+    def signed_start(minus128_sums):
         return minus128_sums
 
 elif FORM == "avx2":
@@ -576,27 +581,27 @@ elif FORM == "avx2":
     _low_words, _high_words = shuffle(range(16)), shuffle(range(16, 32))
 
     @numba.njit(**INLINE)
-    def _dot_half(w, x):  # type: ignore[no-untyped-def]
+    def _dot_half(w, x):
         return _maddwd(_maddubs(w, x), _ones_i16())
 
     @numba.njit(**INLINE)
-    def dot_u8_i8(acc, w, x):  # type: ignore[no-untyped-def]
+    def dot_u8_i8(acc, w, x):
         low = _dot_half(_low_half(w, w), _low_half(x, x))
         high = _dot_half(_high_half(w, w), _high_half(x, x))
         return add(acc, _join_i32(low, high))
 
     @numba.njit(**INLINE)
-    def _signed_half(w, x):  # type: ignore[no-untyped-def]
+    def _signed_half(w, x):
         return _dot_half(_sign(w, w), _sign(x, w))
 
     @numba.njit(**INLINE)
-    def dot_signed(acc, w, x):  # type: ignore[no-untyped-def]
+    def dot_signed(acc, w, x):
         low = _signed_half(_low_half(w, w), _low_half(x, x))
         high = _signed_half(_high_half(w, w), _high_half(x, x))
         return add(acc, _join_i32(low, high))
 
     @numba.njit(**INLINE)
-    def dot_i16(acc, a, b):  # type: ignore[no-untyped-def]
+    def dot_i16(acc, a, b):
         low = _maddwd(_low_words(a, a), _low_words(b, b))
         high = _maddwd(_high_words(a, a), _high_words(b, b))
         return add(acc, _join_i32(low, high))
@@ -604,37 +609,37 @@ elif FORM == "avx2":
 else:
 
     @numba.njit(**INLINE)
-    def _add_quads(acc, w, x):  # type: ignore[no-untyped-def]
+    def _add_quads(acc, w, x):
         """acc + the sums of four neighbours of w * x, i16 [64] each."""
         pairs = pair_sums(w, x)
         return add(acc, add(_even_i32(pairs, pairs), _odd_i32(pairs, pairs)))
 
     @numba.njit(**INLINE)
-    def dot_u8_i8(acc, w, x):  # type: ignore[no-untyped-def]
+    def dot_u8_i8(acc, w, x):
         return _add_quads(acc, unsigned_to_i16(w), signed_to_i16(x))
 
     @numba.njit(**INLINE)
-    def dot_signed(acc, w, x):  # type: ignore[no-untyped-def]
+    def dot_signed(acc, w, x):
         return _add_quads(acc, signed_to_i16(w), signed_to_i16(x))
 
     @numba.njit(**INLINE)
-    def dot_i16(acc, a, b):  # type: ignore[no-untyped-def]
+    def dot_i16(acc, a, b):
         return add(acc, pair_sums(a, b))
 
 
 if FORM != "avx512vnni":
 
     @numba.njit(**INLINE)
-    def signed_weights(w):  # type: ignore[no-untyped-def]
+    def signed_weights(w):
         return w
 
     @numba.njit(**INLINE)
-    def signed_start(minus128_sums):  # type: ignore[no-untyped-def]
+    def signed_start(minus128_sums):
         return zero_i32x16()
 
 
 @numba.njit(**INLINE)
-def dot_i8_i8(acc, w, x, minus128_sums):  # type: ignore[no-untyped-def]
+def dot_i8_i8(acc, w, x, minus128_sums):
     return dot_signed(add(acc, signed_start(minus128_sums)), signed_weights(w), x)
 
 

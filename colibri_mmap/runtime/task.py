@@ -1,7 +1,7 @@
 """A kernel as a C function that the thread pool calls: `void task(args, lo, hi, scratch)`.
 
-`args` is the address of the job's int64 argument words, `[lo, hi)` the share of its units to do, and
-`scratch` the address of `SCRATCH_BYTES` of 64-byte aligned memory that belongs to the thread.
+`args` is the address of the job's int64 argument words, `[lo, hi)` the share of its units to do,
+and `scratch` the address of `SCRATCH_BYTES` of 64-byte aligned memory that belongs to the thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Task:
 
 
 def compile_all(tasks: Iterable[Task], progress: Callable[[str, int, int], None]) -> int:
-    """Make every task ready; `progress(name, done, total)` before each; returns how many were compiled."""
+    """Make every task ready, telling `progress(name, done, total)`; how many had to be compiled."""
     tasks = list(tasks)
     compiled = 0
     for done, task in enumerate(tasks):

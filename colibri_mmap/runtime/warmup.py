@@ -25,9 +25,9 @@ def model_tasks(gguf: GGUF, mode: Mode, kv_type: str) -> list[Task]:
         matrices.add(gguf.tensor("token_embd.weight").type)
     for layer in expert_layers(gguf).values():
         matrices |= {part.type for name, part in layer.parts.items() if not name.endswith("_bias")}
-    embedding = dequantise_task(gguf.tensor("token_embd.weight").type)
     tasks = [*_fixed_tasks(kv_type), *_matrix_tasks(matrices, mode)]
-    return tasks + [embedding] * (embedding is not None)
+    embedding = dequantise_task(gguf.tensor("token_embd.weight").type)
+    return tasks if embedding is None else [*tasks, embedding]
 
 
 def all_tasks() -> list[Task]:

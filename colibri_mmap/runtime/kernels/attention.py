@@ -1,8 +1,8 @@
 """Attention over a KV cache: decode and prefill are the same kernel.
 
-The cache of one layer and KV head holds K in groups of 16 positions, [position / 16][d_k][16], so that
-16 keys fill a vector and no horizontal sum is needed, and V as [position][d_v rounded up to 16].
-Rows are (token, query head of the group) pairs; 64 keys at a time go through an online softmax
+The cache of one layer and KV head holds K in groups of 16 positions, [position / 16][d_k][16], so
+that 16 keys fill a vector and no horizontal sum is needed, and V as [position][d_v rounded up to
+16]. Rows are (token, query head of the group) pairs; 64 keys at a time go through an online softmax
 (Milakov and Gimelshein 2018). A row's arithmetic does not depend on its neighbours: decode,
 prefill and any chunking of units give the same bits.
 """
@@ -46,7 +46,7 @@ _iota = constant("i32", range(16))
 
 
 @njit(**INLINE)
-def _load(base, element, half):  # type: ignore[no-untyped-def]
+def _load(base, element, half):
     """16 elements of a cache from element number `element` on, as float32."""
     if half:
         return load_f16x16(base + 2 * element)
@@ -55,7 +55,7 @@ def _load(base, element, half):  # type: ignore[no-untyped-def]
 
 # ------------------------------------------------------------------------------ appending
 @njit(**INLINE)
-def _append(args, lo, hi, scratch, half):  # type: ignore[no-untyped-def]
+def _append(args, lo, hi, scratch, half):
     k, k_stride, v, v_stride = load_4_words(args)
     heads, dk, dv, position = load_4_words(args + 32)
     keys, values, key_head, value_head = load_4_words(args + 64)
@@ -104,7 +104,7 @@ def append_kv_f32(args: int, lo: int, hi: int, scratch: int) -> None:
 
 # ------------------------------------------------------------------------------ scores
 @njit(**INLINE)
-def _scores_4x2(q, keys, dk, scores, half):  # type: ignore[no-untyped-def]
+def _scores_4x2(q, keys, dk, scores, half):
     """Scores of 4 rows against 2 x 16 keys; q: address of 4 row addresses."""
     q0, q1, q2, q3 = load_i64(q), load_i64(q + 8), load_i64(q + 16), load_i64(q + 24)
     a0 = a1 = a2 = a3 = zero_f32x16()
@@ -131,7 +131,7 @@ def _scores_4x2(q, keys, dk, scores, half):  # type: ignore[no-untyped-def]
 
 
 @njit(**INLINE)
-def _scores_1x2(q, keys, dk, scores, half):  # type: ignore[no-untyped-def]
+def _scores_1x2(q, keys, dk, scores, half):
     q0 = load_i64(q)
     a0 = b0 = zero_f32x16()
     for d in range(dk):
@@ -143,8 +143,8 @@ def _scores_1x2(q, keys, dk, scores, half):  # type: ignore[no-untyped-def]
 
 
 @njit(**INLINE)
-def _softmax_row(scores, state, scale, key, position, window):  # type: ignore[no-untyped-def]
-    """Scores of 64 keys -> their weights; state: running maximum, sum, and the factor on the past."""
+def _softmax_row(scores, state, scale, key, position, window):
+    """Scores of 64 keys -> weights; state: running maximum, sum, and the factor on the past."""
     last, first = splat_i32x16(position + 1), splat_i32x16(position - window)
     masked = splat_f32x16(-1e38)
     top = masked
@@ -171,7 +171,7 @@ def _softmax_row(scores, state, scale, key, position, window):  # type: ignore[n
 
 # ------------------------------------------------------------------------------ weighted values
 @njit(**INLINE)
-def _values_4x2(weights, state, values, count, padded, output, half):  # type: ignore[no-untyped-def]
+def _values_4x2(weights, state, values, count, padded, output, half):
     """output [4][2 x 16] = output * factor + weights [4][count] @ values [count][2 x 16]."""
     line, row = padded * 4, KEYS * 4
     w = splat_f32x16(load_f32(state + 8))
@@ -203,7 +203,7 @@ def _values_4x2(weights, state, values, count, padded, output, half):  # type: i
 
 
 @njit(**INLINE)
-def _values_1x1(weights, state, values, count, padded, output, half):  # type: ignore[no-untyped-def]
+def _values_1x1(weights, state, values, count, padded, output, half):
     a0 = mul(splat_f32x16(load_f32(state + 8)), load_f32x16(output))
     for j in range(count):
         a0 = fma(splat_f32x16(load_f32(weights + 4 * j)), _load(values, j * padded, half), a0)
@@ -211,7 +211,7 @@ def _values_1x1(weights, state, values, count, padded, output, half):  # type: i
 
 
 @njit(**INLINE)
-def _write(output, factor, target, dv):  # type: ignore[no-untyped-def]
+def _write(output, factor, target, dv):
     whole = dv // 16 * 16
     for d in range(0, whole, 16):
         store(target + 4 * d, mul(load_f32x16(output + 4 * d), splat_f32x16(factor)))
@@ -221,7 +221,7 @@ def _write(output, factor, target, dv):  # type: ignore[no-untyped-def]
 
 # ------------------------------------------------------------------------------ the kernel
 @njit(**INLINE)
-def _attend(args, lo, hi, scratch, half):  # type: ignore[no-untyped-def]
+def _attend(args, lo, hi, scratch, half):
     q, q_stride, out, out_stride = load_4_words(args)
     keys, values, key_head, value_head = load_4_words(args + 32)
     group, dk, dv, tokens = load_4_words(args + 64)
@@ -311,9 +311,9 @@ def _attend(args, lo, hi, scratch, half):  # type: ignore[no-untyped-def]
 def attention_f16(args: int, lo: int, hi: int, scratch: int) -> None:
     """Causal attention of consecutive tokens of one sequence over its float16 cache.
 
-    Arguments: q, its stride per token, out, its stride, K cache, V cache, their strides per head in
-    bytes, query heads per KV head, d_k, d_v, tokens, position of token 0, scale (float32 bits), window
-    (keys visible to a token), and blocks = ceil(tokens * group / ROWS). Units: KV heads * blocks.
+    Arguments: q, its stride per token, out, its stride, K cache, V cache, their strides per head
+    in bytes, query heads per KV head, d_k, d_v, tokens, position of token 0, scale (float32 bits),
+    window (keys visible to a token), and blocks = ceil(tokens * group / ROWS). Units: KV heads * blocks.
     """
     _attend(args, lo, hi, scratch, True)
 

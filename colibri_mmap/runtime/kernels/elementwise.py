@@ -81,7 +81,7 @@ def rope(args: int, lo: int, hi: int, scratch: int) -> None:
 
 
 @njit(**INLINE)
-def _silu_mul(gate, up):  # type: ignore[no-untyped-def]
+def _silu_mul(gate, up):
     return mul(silu(load_f32x16(gate)), load_f32x16(up))
 
 
@@ -89,7 +89,7 @@ def _silu_mul(gate, up):  # type: ignore[no-untyped-def]
 def silu_mul(args: int, lo: int, hi: int, scratch: int) -> None:
     """out = silu(gate) * up (Shazeer 2020), row by row; out may be gate.
 
-    Arguments: gate, stride, up, stride, out, stride, n. Rows are readable up to 60 bytes past their end.
+    Arguments: gate, stride, up, stride, out, stride, n. Rows are read up to 60 bytes past the end.
     """
     gate, gate_stride, up, up_stride = load_4_words(args)
     out, out_stride, n, _ = load_4_words(args + 32)
@@ -123,7 +123,7 @@ def add_rows(args: int, lo: int, hi: int, scratch: int) -> None:
 
 @Task
 def combine_experts(args: int, lo: int, hi: int, scratch: int) -> None:
-    """out[t] = x[t] + sum over j of weights[t, j] * y[slots[t, j]], in the order of j; out may be x.
+    """out[t] = x[t] + the sum in order of j of weights[t, j] * y[slots[t, j]]; out may be x.
 
     Arguments: x, stride, out, stride, y, stride, slots int64 [T, k], weights float32 [T, k], k, n.
     """
@@ -152,8 +152,8 @@ def combine_experts(args: int, lo: int, hi: int, scratch: int) -> None:
 def softmax_top_k(args: int, lo: int, hi: int, scratch: int) -> None:
     """The k experts with the largest softmax probability, best first, ties to the lower number.
 
-    Arguments: router logits, stride, experts, k, ids int64 [T, k], weights float32 [T, k], normalise
-    (1: the k weights are divided by their sum).
+    Arguments: router logits, stride, experts, k, ids int64 [T, k], weights float32 [T, k],
+    normalise (1: the k weights are divided by their sum).
     """
     logits, stride, experts, k = load_4_words(args)
     ids, weights, normalise, _ = load_4_words(args + 32)

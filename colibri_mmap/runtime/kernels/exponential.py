@@ -27,7 +27,7 @@ _LOWEST, _HIGHEST = -87.0, 88.0  # exp(x) is a normal float between them
 
 
 @njit(**INLINE)
-def exp(x):  # type: ignore[no-untyped-def]
+def exp(x):
     """e^x; 0 below -87 (minus infinity too), e^88 above 88.
 
     Cody and Waite's reduction to |r| <= ln(2)/2, then the minimax polynomial of Cephes' expf.
@@ -47,6 +47,6 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 
 @njit(**INLINE)
-def silu(x):  # type: ignore[no-untyped-def]
+def silu(x):
     """x * sigmoid(x)."""
     return divide(x, add(splat_f32x16(1.0), exp(sub(zero_f32x16(), x))))

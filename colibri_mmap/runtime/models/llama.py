@@ -1,7 +1,7 @@
 """llama: Llama 2 and 3, Mistral, SmolLM and Mixtral (Touvron et al. 2023; Jiang et al. 2024).
 
-Rope on adjacent pairs (the converter permutes q and k); `rope_freqs.weight` holds Llama 3's scaling.
-With experts: softmax over all, the weights of the chosen ones sum to 1.
+Rope on adjacent pairs (the converter permutes q and k); `rope_freqs.weight` holds Llama 3's
+scaling. With experts: softmax over all, the weights of the chosen ones sum to 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """qwen2moe: Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B (Yang et al. 2024).
 
-Rope on halves; biases on q, k and v. Softmax over all experts, the weights of the chosen ones are used
-as they are; a shared expert, gated by a sigmoid, for every token.
+Rope on halves; biases on q, k and v. Softmax over all experts, the weights of the chosen ones are
+used as they are; a shared expert, gated by a sigmoid, for every token.
 """
 
 from __future__ import annotations
