@@ -10,9 +10,9 @@ import gguf
 import numpy as np
 import pytest
 import rawgguf as raw
+from gguf_oracle import assert_same_as_gguf_py
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peer import assert_same_as_gguf_py
 from rawgguf import ONE_TENSOR, ONE_TENSOR_DATA
 
 from colibri_mmap.errors import ArgumentError, ColibriError, FormatError

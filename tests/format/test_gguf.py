@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import rawgguf as raw
-from peer import assert_same_as_gguf_py
+from gguf_oracle import assert_same_as_gguf_py
 from rawgguf import ONE_TENSOR, ONE_TENSOR_DATA
 
 from colibri_mmap.errors import FormatError
