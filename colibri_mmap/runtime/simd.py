@@ -91,7 +91,7 @@ _ELEMENTS = {
     "f16": ir.HalfType(),
     "f32": ir.FloatType(),
 }
-_SCALARS = {
+_SCALARS: dict[str, Any] = {
     "i8": types.int8,
     "i16": types.int16,
     "i32": types.int32,
