@@ -87,16 +87,24 @@ class Tokenizer:
         """Number of token ids."""
         return len(self._vocabulary.texts)
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        add_special: bool = True,
+        parse_special: bool = False,
+        *,
+        at_start: bool = True,
+    ) -> list[int]:
         """Ids of `text`.
 
         `add_special` adds the begin and end tokens the model wants, unless they are there already.
         `parse_special` recognises control tokens spelled out in `text`, as it always does with
-        user-defined ones.
+        user-defined ones. `at_start`: a SentencePiece model wants a space before the text; pass
+        False for text that continues other text.
         """
         text = text.encode("utf-8", "replace").decode()  # lone surrogates are no text
         ids: list[int] = []
-        after_special = True
+        after_special = at_start
         splitter, special_ids = self._specials if parse_special else self._user_defined
         for fragment in splitter.split(text) if splitter else [text]:
             if not fragment:

@@ -101,7 +101,9 @@ def test_a_character_comes_with_its_last_byte(model: Tokenizer) -> None:
     *first, last = model.encode("a\U0001f999", add_special=False)
     assert len(first) >= 3
     assert "".join([stream.push(token) for token in first]) == "a"
+    assert stream.pending
     assert stream.push(last) == "\U0001f999"
+    assert not stream.pending
 
 
 def test_an_unfinished_character_is_flushed_as_a_replacement(model: Tokenizer) -> None:
@@ -116,6 +118,7 @@ def test_continuation_keeps_its_leading_space() -> None:
     ids = tokenizer.encode("the", add_special=False)
     assert tokenizer.decode(ids) == "the"
     assert tokenizer.decode(ids, at_start=False) == " the"
+    assert tokenizer.encode(" the", add_special=False, at_start=False) == ids
 
 
 def test_bos_is_not_doubled(model: Tokenizer) -> None:
