@@ -1,0 +1,99 @@
+"""The larger reference models: every position, every quantisation, both modes.
+
+A folder belongs here as soon as its architecture is supported.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running import GREEDY
+
+from colibri_mmap import Engine
+from colibri_mmap.format.gguf import open_gguf
+from colibri_mmap.runtime.kv import Trace
+from colibri_mmap.runtime.models import ARCHITECTURES
+
+FIXTURES = Path(__file__).parents[3] / "shared" / "fixtures"
+PROMPTS = range(3)
+
+pytestmark = pytest.mark.fixtures
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model file and its oracle; `int8_error` is llama.cpp's own, None for exact weights."""
+
+    model: Path
+    oracle: Path
+    int8_error: float | None
+
+    def read(self) -> dict[str, np.ndarray]:
+        with np.load(self.oracle) as arrays:
+            return dict(arrays)
+
+
+def cases() -> list[Case]:
+    found = []
+    for meta in sorted(FIXTURES.glob("*/meta.json")):
+        for name, info in json.loads(meta.read_text())["files"].items():
+            model, oracle = meta.parent / name, meta.parent / info["oracle"]
+            if open_gguf(model).architecture in ARCHITECTURES:
+                found.append(Case(model, oracle, info.get("native_vs_deq_mean")))
+    return found
+
+
+CASES = cases()
+QUANTISED = [case for case in CASES if case.int8_error is not None]
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    absent = pytest.param(None, marks=pytest.mark.skip("the reference models are not there"))
+    return pytest.mark.parametrize(
+        "case", cases or [absent], ids=lambda case: case.model.name if case else "none"
+    )
+
+
+@each(CASES)
+def test_exact_logits_and_greedy_ids(case: Case) -> None:
+    """Exact weights against transformers, quantised ones against llama.cpp on dequantised weights."""
+    oracle = case.read()
+    exact = case.int8_error is None
+    expected, tolerance = ("logits", 3e-4) if exact else ("deq", 1e-3)
+    with Engine.open(case.model, mode="exact") as engine:
+        for prompt in PROMPTS:
+            logits = engine.logits(oracle[f"ids_{prompt}"])
+            assert np.abs(logits - oracle[f"{expected}_{prompt}"]).max() <= tolerance
+        greedy = oracle["greedy_1" if exact else "deq_greedy_1"].tolist()
+        tokens = engine.generate(oracle["ids_1"], len(greedy), GREEDY)
+        assert [token.id for token in tokens] == greedy
+
+
+@each(QUANTISED)
+def test_int8_error_is_that_of_rounded_activations(case: Case, measured) -> None:
+    """Where rounding does not change the choice of experts, which makes a jump in these models."""
+    oracle = case.read()
+    errors, native, same = [], [], []
+    with Engine.open(case.model, mode="int8") as engine:
+        for prompt in PROMPTS:
+            trace = Trace()
+            logits = engine.logits(oracle[f"ids_{prompt}"], trace=trace)
+            expected = oracle[f"deq_{prompt}"]
+            errors.append(np.abs(logits - expected).mean(axis=1))
+            native.append(np.abs(oracle[f"native_{prompt}"] - expected).mean(axis=1))
+            same.append(np.full(len(logits), True))
+            if trace.experts:
+                chosen = [np.sort(trace.experts[layer], axis=1) for layer in sorted(trace.experts)]
+                same[-1] = (np.stack(chosen) == oracle[f"topk_{prompt}"]).all(axis=(0, 2))
+    error, equal = np.concatenate(errors), np.concatenate(same)
+    measured(
+        "int8 mode: mean |logits - exact| of all tokens, of those routed alike, and llama.cpp's",
+        f"{case.model.name}: {error.mean():.4f} {error[equal].mean():.4f} "
+        f"{np.concatenate(native).mean():.4f} ({np.count_nonzero(~equal)} routed otherwise)",
+    )
+    assert error[equal].mean() <= 1.2 * case.int8_error
+    assert np.count_nonzero(~equal) <= len(equal) // 8
