@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +16,11 @@ _SLACK = 64  # kernels may read, never write, this far past the end of a row
 _LIMIT = 1 << 33
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """float32 [count, width] at an address, row after row."""
 
     address: int
-    count: int
+    count: int  # type: ignore[assignment]  # nobody counts values of the tuple
     width: int
 
     @property
@@ -78,11 +76,34 @@ class Arena:
         start = address - self._base
         return self._bytes[start : start + 8 * count].view(np.int64)
 
-    @contextmanager
-    def temporaries(self) -> Iterator[None]:
-        """Everything taken inside is released at the end."""
-        top = self._top
-        try:
-            yield
-        finally:
-            self._top = top
+    def temporaries(self) -> Temporaries:
+        """Everything taken inside `with` is released at its end."""
+        return Temporaries(self)
+
+    def mark(self) -> int:
+        """The present top, to be given to `release`."""
+        return self._top
+
+    def release(self, mark: int) -> None:
+        """Everything taken since `mark` is free again."""
+        self._top = mark
+
+
+class Temporaries:
+    """The span of an arena's use; a class, since a decode step has hundreds and a generator is slow."""
+
+    __slots__ = ("_arena", "_mark")
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def __enter__(self) -> None:
+        self._mark = self._arena.mark()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._arena.release(self._mark)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from ..format.quants import GGMLType
-from .arena import Arena, Rows
+from .arena import Arena, Rows, Temporaries
 from .kernels import attention as attention_kernels
 from .kernels import elementwise
 from .kernels.registry import ACTIVATIONS, WeightKernels, dequantise_task, weight_kernels
@@ -52,7 +51,7 @@ class Ops:
         self._kernels: dict[GGMLType, WeightKernels | None] = {}
 
     # -------------------------------------------------------------------------- plumbing
-    def temporaries(self) -> AbstractContextManager[None]:
+    def temporaries(self) -> Temporaries:
         """Rows made inside are released at the end."""
         return self.arena.temporaries()
 
@@ -148,8 +147,7 @@ class Ops:
                 self._linear_in_panels(x, matrix, out)
             return outs
         if x.count:
-            few = x.count <= _FEW
-            key = ("linear", x, matrices, outs) if few else None
+            key = (x, matrices, outs[0].address) if x.count <= _FEW else None
             with self.temporaries():
                 self.run(
                     key, lambda: self.product_phases(x, list(zip(matrices, outs, strict=True)))
