@@ -11,7 +11,6 @@ from typing import Any
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from colibri_mmap.errors import FormatError
 from colibri_mmap.format.gguf import GGUF
 from colibri_mmap.runtime.pretokenizers import PreTokenizer
 from colibri_mmap.runtime.vocabulary import TokenType, Vocabulary, key_name, read_strings
@@ -44,13 +43,13 @@ class ByteLevelEncoder:
         special = set(vocabulary.ids_of_type(TokenType.CONTROL, TokenType.UNKNOWN))
         ids = {text: i for i, text in enumerate(vocabulary.texts) if text}
         merges = _read_merges(gguf, ids)
-        needed = {part for pair in merges for part in pair} if special else set()
+        needed = {text for a, b in merges for text in (a, b, a + b)} if special else set()
         for token in special:
             # A word of plain text that spells a control token must not become that token.
             if vocabulary.texts[token] not in needed:
                 del ids[vocabulary.texts[token]]
         self.missing_bytes = len(BYTE_OF.keys() - ids.keys())
-        self._library = _build(ids, merges, pre, gguf)
+        self._library = _build(ids, merges, pre)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`."""
@@ -70,15 +69,11 @@ def _read_merges(gguf: GGUF, ids: dict[str, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def _build(
-    ids: dict[str, int], merges: list[tuple[str, str]], pre: PreTokenizer, gguf: GGUF
-) -> Any:
+def _build(ids: dict[str, int], merges: list[tuple[str, str]], pre: PreTokenizer) -> Any:
     """The library's tokenizer for these tables."""
-    try:
-        model = models.BPE(vocab=ids, merges=merges, ignore_merges=pre.ignore_merges)
-    except Exception as error:  # the library raises bare Exception
-        raise FormatError(gguf.path, f"key {key_name('merges')!r}", str(error)) from error
-    library = LibraryTokenizer(model)
+    library = LibraryTokenizer(
+        models.BPE(vocab=ids, merges=merges, ignore_merges=pre.ignore_merges)
+    )
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.pre_tokenizer = pre_tokenizers.Sequence([*cuts, alphabet])

@@ -13,7 +13,7 @@ from colibri_mmap.format.gguf import GGUF
 from colibri_mmap.runtime.vocabulary import TokenType, Vocabulary, key_name
 
 SPACE = "\u2581"  # how a piece spells a space
-_CACHED_WORDS = 20_000
+_CACHED_WORDS = 10_000
 _LONGEST_CACHED = 40  # characters; text without spaces is not worth keeping
 
 

@@ -111,6 +111,10 @@ def test_messages_are_not_changed() -> None:
     assert messages == [SYSTEM, USER]
 
 
+def test_products_of_reasonable_size_are_fine() -> None:
+    assert ChatTemplate("{{ '-' * 3 }}{{ 2 * 3 }}{{ [1] * 2 }}").render([]) == "---6[1, 1]"
+
+
 def test_strftime_now_is_the_local_time() -> None:
     before = datetime.now().replace(microsecond=0)
     text = ChatTemplate("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}").render([])

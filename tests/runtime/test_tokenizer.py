@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -183,16 +184,17 @@ def bytelevel(tmp_path: Path) -> Write:
         merges: tuple[str, ...] = ("a b",),
         specials: tuple[tuple[str, int], ...] = (),
         pre: str | None = "gpt-2",
+        retyped: dict[str, int] | None = None,
         **keys: Any,
     ) -> Tokenizer:
         texts = [*BYTE_OF, *(merge.replace(" ", "") for merge in merges)]
-        types = [NORMAL] * len(texts) + [kind for _, kind in specials]
+        types = [(retyped or {}).get(text, NORMAL) for text in texts]
         writer = GGUFWriter(tmp_path / "model.gguf", "llama")
         writer.add_tokenizer_model("gpt2")
         if pre is not None:
             writer.add_tokenizer_pre(pre)
         writer.add_token_list([*texts, *(text for text, _ in specials)])
-        writer.add_token_types(types)
+        writer.add_token_types(types + [kind for _, kind in specials])
         writer.add_token_merges(list(merges))
         return finish(writer, tmp_path, keys)
 
@@ -216,9 +218,9 @@ def spm(tmp_path: Path) -> Write:
 
 def finish(writer: GGUFWriter, folder: Path, keys: dict[str, Any]) -> Tokenizer:
     """Write the file with further `tokenizer.ggml.*` keys and load its tokenizer."""
+    adders = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
     for name, value in keys.items():
-        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
-        add(f"tokenizer.ggml.{name}", value)
+        adders.get(type(value), writer.add_array)(f"tokenizer.ggml.{name}", value)
     writer.add_tensor("token_embd.weight", np.zeros(32, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -296,6 +298,70 @@ def test_harmony_structure_is_visible_and_ends_no_turn(bytelevel: Write) -> None
 def test_special_ids_outside_the_vocabulary_are_refused(bytelevel: Write, key: str) -> None:
     with pytest.raises(FormatError, match=f"tokenizer.ggml.{key}.*at most 256, is 999"):
         bytelevel(("a b",), **{key: 999})
+
+
+def test_a_merge_may_form_a_control_token(bytelevel: Write) -> None:
+    """The file wants it so; the token counts as control all the same."""
+    tokenizer = bytelevel(("a b", "ab c"), retyped={"abc": CONTROL})
+    assert tokenizer.encode("abc") == [257]
+    assert tokenizer.decode([257], skip_special=True) == ""
+
+
+def test_text_outside_the_byte_alphabet_stands_for_itself(bytelevel: Write) -> None:
+    tokenizer = bytelevel(specials=(("\u4f60\u597d", NORMAL),))
+    assert tokenizer.decode([257]) == "\u4f60\u597d"
+
+
+def test_missing_bytes_are_noticed(bytelevel: Write) -> None:
+    tokenizer = bytelevel(retyped={"\u0100": CONTROL, "x": CONTROL})
+    assert tokenizer.notices == [
+        "the vocabulary lacks 2 of 256 bytes; text with them is lost",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"model": "llama"}, "tokens'.*is missing"),
+        ({"model": "llama", "tokens": "a"}, "tokens'.*array with at least one string"),
+        ({"model": "llama", "tokens": [1, 2]}, "tokens'.*array with at least one string"),
+        ({"model": "llama", "tokens": ["a"]}, "scores'.*is missing"),
+        ({"model": "llama", "tokens": ["a"], "scores": "b"}, "scores'.*array of numbers"),
+        ({"model": "llama", "tokens": ["a"], "scores": ["b"]}, "scores'.*expected numbers"),
+        ({"model": "llama", "tokens": ["a"], "scores": [math.nan]}, "scores'.*NaN"),
+        ({"model": "gpt2", "tokens": ["a"]}, "merges'.*is missing"),
+        ({"model": "gpt2", "tokens": ["a"], "merges": ["ab"]}, "merges'.*does not join"),
+        ({"model": "gpt2", "tokens": ["a"], "pre": 7}, "pre'.*must be a string"),
+    ],
+)
+def test_incomplete_or_wrong_keys_are_named(
+    tmp_path: Path, keys: dict[str, Any], reason: str
+) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    with pytest.raises(FormatError, match="tokenizer.ggml." + reason):
+        finish(writer, tmp_path, keys)
+
+
+def test_a_model_without_tokenizer_is_unsupported(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    with pytest.raises(UnsupportedError, match="no tokenizer; supported are"):
+        finish(writer, tmp_path, {})
+
+
+def test_tokens_without_types_are_normal(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    keys = {"model": "gpt2", "pre": "gpt-2", "tokens": [*BYTE_OF, "ab"], "merges": ["a b"]}
+    tokenizer = finish(writer, tmp_path, keys)
+    assert tokenizer.encode("ab") == [256]
+    assert not any(tokenizer.is_control(i) for i in range(257))
+
+
+def test_more_words_than_are_remembered(spm: Write) -> None:
+    tokenizer = spm([*LETTERS, ("ab", -1.0, NORMAL)])
+    words = ["".join(letters) for letters in product("abc", repeat=9)]
+    for part in (words, words[:10]):
+        texts = [tokenizer.token_text(i) for i in tokenizer.encode(" ".join(part), False)]
+        assert "".join(texts) == "\u2581" + "\u2581".join(part)
 
 
 def piece_texts(tokenizer: Tokenizer, text: str) -> list[str]:
