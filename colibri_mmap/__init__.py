@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .runtime.engine import Engine
+    from .runtime.kv import Trace
     from .runtime.sampling import Sampling
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Sampling", "__version__"]
+__all__ = ["Engine", "Sampling", "Trace", "__version__"]
 
-_HOMES = {"Engine": ".runtime.engine", "Sampling": ".runtime.sampling"}
+_HOMES = {
+    "Engine": ".runtime.engine",
+    "Sampling": ".runtime.sampling",
+    "Trace": ".runtime.kv",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -110,6 +110,11 @@ class Engine:
         self.context_length = ctx or self._model.context_length
         self.template = ChatTemplate.of(self.tokenizer)
         self.notices = [*self.tokenizer.notices, *self.template.notices]
+        if self.context_length > self._model.context_length:
+            self.notices.append(
+                f"the model was made for {self._model.context_length} tokens of context; beyond "
+                "them its answers get worse"
+            )
         self.stats = Stats()
         self._sequence = self._new_sequence(self.context_length)
         self._generation = 0
