@@ -60,7 +60,7 @@ def each(cases: list[Case]) -> pytest.MarkDecorator:
 
 @each(CASES)
 def test_exact_logits_and_greedy_ids(case: Case) -> None:
-    """Exact weights against transformers, quantised ones against llama.cpp on dequantised weights."""
+    """Against transformers; quantised weights against llama.cpp on the dequantised ones."""
     oracle = case.read()
     exact = case.int8_error is None
     expected, tolerance = ("logits", 3e-4) if exact else ("deq", 1e-3)
