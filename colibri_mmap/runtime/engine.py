@@ -31,6 +31,7 @@ KVType = Literal["f16", "f32"]
 Message = Mapping[str, Any]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model together
+_UNSTATED_CONTEXT = 4096  # tokens, where the file does not say what the model was made for
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +100,19 @@ class Engine:
         self._weights = Weights(gguf)
         self._pool: Pool | None = None
         try:
-            self._ops = Ops(Pool(threads), mode)
-            self._pool = self._ops.pool
+            self._pool = Pool(threads)
+            self._ops = Ops(self._pool, mode)
             self._model = load_model(self._weights, self._ops)
             self._check_vocabulary()
             compile_tasks(model_tasks(gguf, mode, kv_type), progress)
+            self.template = ChatTemplate.of(self.tokenizer)
+            self.context_length = ctx or self._model.context_length or _UNSTATED_CONTEXT
+            self._sequence = self._new_sequence(self.context_length)
         except BaseException:
             self.close()
             raise
-        self.context_length = ctx or self._model.context_length
-        self.template = ChatTemplate.of(self.tokenizer)
-        self.notices = [*self.tokenizer.notices, *self.template.notices]
-        if self.context_length > self._model.context_length:
-            self.notices.append(
-                f"the model was made for {self._model.context_length} tokens of context; beyond "
-                "them its answers get worse"
-            )
+        self.notices = [*self.tokenizer.notices, *self.template.notices, *self._context_notices()]
         self.stats = Stats()
-        self._sequence = self._new_sequence(self.context_length)
         self._generation = 0
         self._said: tuple[str, list[int]] = ("", [])
 
@@ -235,14 +231,20 @@ class Engine:
     def _chat(
         self, prompt: str, ids: list[int], tokens: Generator[Token, None, None]
     ) -> Generator[Token, None, None]:
-        reply, text = [], []
+        reply: list[int] = []
+        text = ""
         try:
             for token in tokens:
                 reply.append(token.id)
-                text.append(token.text)
-                yield token
+                if text == "" and self.tokenizer.is_sentencepiece:
+                    shown = token.text.removeprefix(" ")  # the space that begins every word
+                    text = token.text
+                    yield Token(token.id, shown)
+                else:
+                    text += token.text
+                    yield token
         finally:
-            self._said = (prompt + "".join(text), ids + reply)
+            self._said = (prompt + text, ids + reply)
 
     def _prompt_ids(self, prompt: str) -> list[int]:
         """The ids of a rendered prompt; what was said before keeps the ids it was generated with.
@@ -252,7 +254,10 @@ class Engine:
         text, ids = self._said
         if text and prompt.startswith(text):
             rest = prompt[len(text) :]
-            return ids + self.tokenizer.encode(rest, add_special=False, parse_special=True)
+            more = self.tokenizer.encode(
+                rest, add_special=False, parse_special=True, at_start=False
+            )
+            return ids + more
         return self.tokenizer.encode(prompt, add_special=True, parse_special=True)
 
     def _generate(
@@ -339,6 +344,16 @@ class Engine:
                     f"token id {token} is outside the vocabulary of {self._model.vocabulary}"
                 )
         return checked
+
+    def _context_notices(self) -> list[str]:
+        stated, used = self._model.context_length, self.context_length
+        if stated == 0:
+            return [f"the file states no context length; {used} tokens are used"]
+        if used > stated:
+            return [
+                f"the model was made for {stated} tokens of context; beyond them its answers get worse"
+            ]
+        return []
 
     def _check_vocabulary(self) -> None:
         rows, tokens = self._model.vocabulary, self.tokenizer.vocab_size
