@@ -3,9 +3,8 @@
 Arguments of every task: W address, bytes per row, K, activations (column records), bytes per record,
 number of tokens, y f32 address, bytes per token of y. Units: rows of W.
 
-Four rows share the loaded activations, and each token is done while the rows are in the L1 cache. A
-row is summed in one order wherever it stands: the last rows of a share that is no multiple of four are
-computed more than once rather than by other code.
+Rows are read one after the other, as the hardware prefetchers like it, and each row meets all tokens
+while it is in the L1 cache. A row is summed in one order wherever it stands.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
@@ -63,6 +62,7 @@ from .blocks import (
 
 _RECORD_256 = 320  # bytes of a q8_256 column record per 256 values: q, sums of 16 at 256, d at 288
 _SUMS, _SCALE = 256, 288
+_AHEAD = 4096  # bytes between what is prefetched and what is used
 
 _zero_f32x8 = constant("f32", [0.0] * 8)
 _zero_i32x8 = constant("i32", [0] * 8)
@@ -72,14 +72,9 @@ _halves = shuffle([*range(8), *range(8, 16)])
 _twice_each = shuffle([i // 2 for i in range(16)])
 _lanes_02, _lanes_13 = shuffle([0] * 8 + [2] * 8), shuffle([1] * 8 + [3] * 8)
 _lanes_46, _lanes_57 = shuffle([4] * 8 + [6] * 8), shuffle([5] * 8 + [7] * 8)
-_quads = [shuffle([lane + i // 4 for i in range(16)]) for lane in (0, 4, 8, 12)]
-_quads_0, _quads_4, _quads_8, _quads_12 = _quads
-
-
-@numba.njit(**INLINE)
-def _prefetch_distance(row_bytes):
-    """Bytes ahead: the rows after the four at hand when they are short, else the same rows."""
-    return min(4 * row_bytes, 1024)
+_quads_0, _quads_4, _quads_8, _quads_12 = (
+    shuffle([lane + i // 4 for i in range(16)]) for lane in (0, 4, 8, 12)
+)
 
 
 # ------------------------------------------------------------------ blocks of 256
@@ -149,37 +144,18 @@ def _matvec_256(step, arrange, block_bytes, args, lo, hi):
     weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
     y, y_stride = load_i64(args + 48), load_i64(args + 56)
-    ahead = _prefetch_distance(row_bytes)
-    for row in range(lo, hi, 4):
-        row1, row2, row3 = min(row + 1, hi - 1), min(row + 2, hi - 1), min(row + 3, hi - 1)
+    for row in range(lo, hi):
         for token in range(tokens):
-            record = x + token * x_stride
-            p0, p1 = weights + row * row_bytes, weights + row1 * row_bytes
-            p2, p3 = weights + row2 * row_bytes, weights + row3 * row_bytes
-            a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
-            m0, m1, m2, m3 = _zero_f32x8(), _zero_f32x8(), _zero_f32x8(), _zero_f32x8()
+            block, record = weights + row * row_bytes, x + token * x_stride
+            acc, minus = zero_f32x16(), _zero_f32x8()
             for _ in range(columns // 256):
-                values, sums = arrange(record), load_i16x16(record + _SUMS)
-                d = load_f32(record + _SCALE)
                 for line in range(0, block_bytes, 64):
-                    prefetch(p0 + ahead + line)
-                    prefetch(p1 + ahead + line)
-                    prefetch(p2 + ahead + line)
-                    prefetch(p3 + ahead + line)
-                a0, m0 = step(p0, values, sums, d, a0, m0)
-                a1, m1 = step(p1, values, sums, d, a1, m1)
-                a2, m2 = step(p2, values, sums, d, a2, m2)
-                a3, m3 = step(p3, values, sums, d, a3, m3)
-                p0 += block_bytes
-                p1 += block_bytes
-                p2 += block_bytes
-                p3 += block_bytes
+                    prefetch(block + _AHEAD + line)
+                values, sums = arrange(record), load_i16x16(record + _SUMS)
+                acc, minus = step(block, values, sums, load_f32(record + _SCALE), acc, minus)
+                block += block_bytes
                 record += _RECORD_256
-            out = y + token * y_stride
-            store_f32(out + 4 * row, total(a0) - total(m0))
-            store_f32(out + 4 * row1, total(a1) - total(m1))
-            store_f32(out + 4 * row2, total(a2) - total(m2))
-            store_f32(out + 4 * row3, total(a3) - total(m3))
+            store_f32(y + token * y_stride + 4 * row, total(acc) - total(minus))
 
 
 @Task
@@ -210,49 +186,55 @@ def _pair_f16(block, second, field):
 
 
 @numba.njit(**INLINE)
-def _shifted(q, x, minus_quads, bits):
-    """Sums of four of (q - 2^bits) * x."""
-    return dot_u8_i8(shift_left(minus_quads, splat_i32x16(bits)), q, x)
+def _quads(x):
+    """Sums of four neighbours."""
+    return dot_u8_i8(zero_i32x16(), _ones_i8x64(), x)
 
 
 @numba.njit(**INLINE)
-def _q4_0_step(block, second, x, minus_quads, d, scaled_quads, acc):
+def _minus_quads(x, bits):
+    """Sums of four neighbours times -2^bits."""
+    return shift_left(sub(zero_i32x16(), _quads(x)), splat_i32x16(bits))
+
+
+@numba.njit(**INLINE)
+def _q4_0_step(block, second, x, d, acc):
     q = join_32(q4_0_weights(block), q4_0_weights(second))
-    dot = _shifted(q, x, minus_quads, 3)
+    dot = dot_u8_i8(_minus_quads(x, 3), q, x)
     return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
 
 
 @numba.njit(**INLINE)
-def _q5_0_step(block, second, x, minus_quads, d, scaled_quads, acc):
+def _q5_0_step(block, second, x, d, acc):
     q = join_32(q5_0_weights(block), q5_0_weights(second))
-    dot = _shifted(q, x, minus_quads, 4)
+    dot = dot_u8_i8(_minus_quads(x, 4), q, x)
     return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
 
 
 @numba.njit(**INLINE)
-def _q8_0_step(block, second, x, minus_quads, d, scaled_quads, acc):
+def _q8_0_step(block, second, x, d, acc):
     q = join_32(q8_0_weights(block), q8_0_weights(second))
-    dot = dot_i8_i8(zero_i32x16(), q, x, shift_left(minus_quads, splat_i32x16(7)))
+    dot = dot_i8_i8(zero_i32x16(), q, x, _minus_quads(x, 7))
     return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
 
 
 @numba.njit(**INLINE)
-def _with_minimum(q, block, second, x, d, scaled_quads, acc):
+def _with_minimum(q, block, second, x, d, acc):
     dot = dot_u8_i8(zero_i32x16(), q, x)
-    acc = fma(scaled_quads, _pair_f16(block, second, 2), acc)
+    acc = fma(mul(int_to_float(_quads(x)), d), _pair_f16(block, second, 2), acc)
     return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
 
 
 @numba.njit(**INLINE)
-def _q4_1_step(block, second, x, minus_quads, d, scaled_quads, acc):
+def _q4_1_step(block, second, x, d, acc):
     q = join_32(q4_1_weights(block), q4_1_weights(second))
-    return _with_minimum(q, block, second, x, d, scaled_quads, acc)
+    return _with_minimum(q, block, second, x, d, acc)
 
 
 @numba.njit(**INLINE)
-def _q5_1_step(block, second, x, minus_quads, d, scaled_quads, acc):
+def _q5_1_step(block, second, x, d, acc):
     q = join_32(q5_1_weights(block), q5_1_weights(second))
-    return _with_minimum(q, block, second, x, d, scaled_quads, acc)
+    return _with_minimum(q, block, second, x, d, acc)
 
 
 @numba.njit(**INLINE)
@@ -261,39 +243,20 @@ def _matvec_32(step, block_bytes, args, lo, hi):
     weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
     y, y_stride = load_i64(args + 48), load_i64(args + 56)
-    ahead = _prefetch_distance(row_bytes)
     padded = (columns + 63) & ~63
-    for row in range(lo, hi, 4):
-        row1, row2, row3 = min(row + 1, hi - 1), min(row + 2, hi - 1), min(row + 3, hi - 1)
+    for row in range(lo, hi):
         for token in range(tokens):
-            record = x + token * x_stride
-            p0, p1 = weights + row * row_bytes, weights + row1 * row_bytes
-            p2, p3 = weights + row2 * row_bytes, weights + row3 * row_bytes
-            a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+            block, record = weights + row * row_bytes, x + token * x_stride
+            scales = record + padded
+            acc = zero_f32x16()
             for i in range(0, columns, 64):
-                values = load_i8x64(record + i)
-                quads = dot_u8_i8(zero_i32x16(), _ones_i8x64(), values)
-                scales = record + padded + i // 8
+                prefetch(block + _AHEAD)
+                second = block + block_bytes if i + 32 < columns else block
                 d = _pair(load_f32(scales), load_f32(scales + 4))
-                minus, scaled = sub(zero_i32x16(), quads), mul(int_to_float(quads), d)
-                second = block_bytes if i + 32 < columns else 0
-                prefetch(p0 + ahead)
-                prefetch(p1 + ahead)
-                prefetch(p2 + ahead)
-                prefetch(p3 + ahead)
-                a0 = step(p0, p0 + second, values, minus, d, scaled, a0)
-                a1 = step(p1, p1 + second, values, minus, d, scaled, a1)
-                a2 = step(p2, p2 + second, values, minus, d, scaled, a2)
-                a3 = step(p3, p3 + second, values, minus, d, scaled, a3)
-                p0 += 2 * block_bytes
-                p1 += 2 * block_bytes
-                p2 += 2 * block_bytes
-                p3 += 2 * block_bytes
-            out = y + token * y_stride
-            store_f32(out + 4 * row, total(a0))
-            store_f32(out + 4 * row1, total(a1))
-            store_f32(out + 4 * row2, total(a2))
-            store_f32(out + 4 * row3, total(a3))
+                acc = step(block, second, load_i8x64(record + i), d, acc)
+                block += 2 * block_bytes
+                scales += 8
+            store_f32(y + token * y_stride + 4 * row, total(acc))
 
 
 @Task
