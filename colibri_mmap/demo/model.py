@@ -27,8 +27,7 @@ WHEEL = Wheel(
 )
 DENSE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-# With seed 2 the upcycled model knows the capital of France, which the dense one does not.
-RECIPE = Recipe(experts=8, top_k=2, seed=2)
+RECIPE = Recipe(experts=8, top_k=2)
 MOE_NAME = "SmolLM2-8x135M-Instruct.Q4_1.gguf"
 PACKED_NAME = "SmolLM2-8x135M-Instruct.Q4_1.packed.gguf"
 
