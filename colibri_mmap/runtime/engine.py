@@ -153,7 +153,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the threads and unmap the files."""
+        """End the threads and unmap the files; a second call does nothing."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -244,7 +244,9 @@ class Engine:
                     text += token.text
                     yield token
         finally:
-            self._said = (prompt + text, ids + reply)
+            # Of a reply that a stop string cut, the tokens say more than was shown.
+            whole = self.tokenizer.decode(reply, skip_special=True, at_start=False) == text
+            self._said = (prompt + text, ids + reply) if whole else ("", [])
 
     def _prompt_ids(self, prompt: str) -> list[int]:
         """The ids of a rendered prompt; what was said before keeps the ids it was generated with.
@@ -269,6 +271,7 @@ class Engine:
         sampler: Sampler,
         progress: Callable[[int, int], None] | None,
     ) -> Generator[Token, None, None]:
+        self._check_open()
         self._generation += 1
         mine = self._generation
         self.stats = stats = Stats(prompt_tokens=len(ids), finish_reason="cancelled")
@@ -295,6 +298,7 @@ class Engine:
                 if stats.generated_tokens >= limit:
                     stats.finish_reason = "length" if limit == max_tokens else "context"
                     break
+                self._check_open()
                 if mine != self._generation:
                     raise ArgumentError("another generation was started: this one cannot go on")
                 logits = scheduler.step(
@@ -327,11 +331,16 @@ class Engine:
         return logits
 
     # -------------------------------------------------------------------------- checks
+    def _check_open(self) -> None:
+        if self._pool is None:
+            raise ArgumentError("the engine is closed: open the model again")
+
     def _new_sequence(self, context: int) -> scheduler.Sequence:
         return scheduler.Sequence(KVCache(self._model.kv_shapes, context, self.kv_type))
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         """The ids as a list of our own, numpy integers too; ArgumentError if one is no token."""
+        self._check_open()
         try:
             checked = [index(token) for token in ids]
         except TypeError as error:
@@ -350,9 +359,7 @@ class Engine:
         if stated == 0:
             return [f"the file states no context length; {used} tokens are used"]
         if used > stated:
-            return [
-                f"the model was made for {stated} tokens of context; beyond them its answers get worse"
-            ]
+            return [f"the model was made for {stated} tokens of context; beyond, answers get worse"]
         return []
 
     def _check_vocabulary(self) -> None:

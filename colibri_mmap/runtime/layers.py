@@ -233,7 +233,7 @@ class Decoder:
         gguf = weights.gguf
         self.ops, self.eps = ops, shape.eps
         layers = gguf.int(".block_count", minimum=1)
-        self.context_length = gguf.int(".context_length", minimum=1)
+        self.context_length = gguf.int(".context_length", minimum=0)
         self.vocabulary = gguf.tensor("token_embd.weight").shape[-1]
         self.kv_shapes = [KVShape(shape.kv_heads, shape.key_size, shape.value_size)] * layers
         self.rope = rope_frequencies(weights, shape.rotated)

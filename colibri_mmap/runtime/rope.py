@@ -30,7 +30,9 @@ def rope_frequencies(weights: Weights, rotated: int) -> RopeFrequencies:
     Scaling: none, linear, yarn (Peng et al. 2023); another kind is an UnsupportedError.
     """
     gguf = weights.gguf
-    base = gguf.float(".rope.freq_base", 10000.0)
+    base = gguf.float(".rope.freq_base", 0.0) or 10000.0  # 0 means not stated
+    if not 1.0 <= base < math.inf:
+        gguf.fail(".rope.freq_base", f"must be at least 1, is {base}")
     exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     frequencies = (1.0 / np.float32(base) ** exponents).astype(np.float32)
     factors = weights.optional_vector("rope_freqs.weight", rotated // 2)

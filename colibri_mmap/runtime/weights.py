@@ -141,5 +141,5 @@ class Weights:
 
     def close(self) -> None:
         """Unmap the files; every address dies."""
-        for file in self._files:
-            file.close()
+        while self._files:
+            self._files.pop().close()

@@ -24,7 +24,7 @@ ARCHITECTURES = tuple(_MODULES)
 class Model(Protocol):
     """A loaded model: what a cache has to hold, and the forward pass."""
 
-    context_length: int
+    context_length: int  # 0: the file does not say
     vocabulary: int
     kv_shapes: list[KVShape]
 
