@@ -77,8 +77,7 @@ class DenseModel:
     def ffn_inputs(self, ids: list[int]) -> Iterator[Floats]:
         """Run the model over `ids`; yield the normalised input [T, C] of each feed-forward layer.
 
-        A plain float32 forward pass that holds one matrix at a time. It serves to take averages:
-        RoPE scaling factors and biases are left out.
+        A plain float32 forward pass that holds one matrix at a time.
         """
         x = self.values("token_embd.weight", ids)  # [T, C]
         for layer in range(self.layers):
@@ -117,6 +116,8 @@ class DenseModel:
     def _rotate(self, x: Floats) -> Floats:
         """RoPE over adjacent pairs (ggml's NORM order) of x [heads, T, D]."""
         frequency = self.rope_base ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
+        if "rope_freqs.weight" in self.gguf.tensors:
+            frequency = frequency / self.values("rope_freqs.weight")
         angle = np.arange(x.shape[1])[:, None] * frequency
         turn = np.exp(1j * angle).astype(np.complex64)
         pairs = np.ascontiguousarray(x).view(np.complex64)

@@ -81,10 +81,10 @@ def upcycle(
     """
     if not target.parent.is_dir():
         raise ArgumentError(f"{target.parent}: no such directory; create it first")
-    if target.exists() and target.samefile(source):
-        raise ArgumentError(f"{target}: is the source itself; name another target")
     partial = target.with_name(f".{target.name}.partial")
     with DenseModel(source) as model:
+        if target.exists() and any(target.samefile(s.path) for s in model.gguf.shards):
+            raise ArgumentError(f"{target}: is the source itself; name another target")
         outputs = _outputs(model, recipe)
         header = _header(model, recipe, outputs)
         total = len(header) + sum(output.nbytes + output.padding for output in outputs)
