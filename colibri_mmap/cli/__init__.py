@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
-from importlib.metadata import version as installed_version
 from typing import Annotated
 
 import typer
 
+from colibri_mmap import __version__
 from colibri_mmap.cli.bench import bench
 from colibri_mmap.cli.chat import chat
 from colibri_mmap.cli.inspect import inspect
@@ -30,7 +30,7 @@ for command in (chat, pack, verify, inspect, bench, warmup):
 
 def _print_version(requested: bool) -> None:
     if requested:
-        print(f"colibri-mmap {installed_version('colibri-mmap')}")
+        print(f"colibri-mmap {__version__}")
         raise typer.Exit
 
 

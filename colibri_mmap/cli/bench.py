@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from colibri_mmap import __version__
 from colibri_mmap.cli import options
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def bench(
         int, typer.Option("-r", "--repetitions", metavar="N", min=1, help="Runs to measure.")
     ] = 3,
     threads: options.Threads = -1,
-    mode: options.ArithmeticMode = options.Mode.INT8,
+    mode: options.ArithmeticMode = "int8",
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -86,11 +87,9 @@ def _measure(engine: Engine, ids: list[int], reply_tokens: int) -> dict[str, Any
 
 def _report(engine: Engine, model: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Everything that the numbers depend on, their medians, and all samples."""
-    from importlib.metadata import version
-
     names = ("prefill_tokens_per_second", "decode_tokens_per_second", "bytes_read_per_token")
     return {
-        "version": version("colibri-mmap"),
+        "version": __version__,
         "model": str(model),
         "mode": engine.mode,
         "threads": engine.threads,

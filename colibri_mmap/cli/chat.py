@@ -15,9 +15,8 @@ from colibri_mmap.cli.options import count_or_none
 from colibri_mmap.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from colibri_mmap.runtime.engine import Engine
-
     from colibri_mmap.cli.reply import ReplySettings
+    from colibri_mmap.runtime.engine import Engine
 
 NO_MODEL = """\
 error: no model given
@@ -30,7 +29,7 @@ def chat(
     demo: options.Demo = False,
     ctx_size: options.ContextSize = 0,
     threads: options.Threads = -1,
-    mode: options.ArithmeticMode = options.Mode.INT8,
+    mode: options.ArithmeticMode = "int8",
     kv_type: options.KVElementType = None,
     prompt: options.Prompt = None,
     file: options.PromptFile = None,
@@ -70,6 +69,7 @@ def chat(
     from colibri_mmap import Sampling
     from colibri_mmap.cli.opening import demo_model, open_engine
     from colibri_mmap.cli.reply import ReplySettings
+    from colibri_mmap.runtime.template import ChatTemplate
 
     sampling = Sampling(
         temperature=temp,
@@ -95,9 +95,11 @@ def chat(
         threads=count_or_none(threads),
         ctx=ctx_size or None,
         kv_type=kv_type,
-        template_source=template_source,
     ) as engine:
-        settings = ReplySettings(sampling, count_or_none(n_predict))
+        template = None
+        if template_source is not None:
+            template = ChatTemplate.of(engine.tokenizer, template_source)
+        settings = ReplySettings(sampling, count_or_none(n_predict), template)
         if message is not None:
             _reply_once(engine, message, system_prompt, settings, as_json=as_json, verbose=verbose)
             return
@@ -137,9 +139,21 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _template_source(template: str | None, file: Path | None) -> str | None:
+    """The Jinja of --chat-template, which may be a name, or of --chat-template-file."""
     if template is not None and file is not None:
         raise ArgumentError("--chat-template and --chat-template-file exclude each other")
-    return template if file is None else _text(file.read_bytes(), str(file))
+    if file is not None:
+        return _text(file.read_bytes(), str(file))
+    if template is None or "{" in template:
+        return template
+    from colibri_mmap.runtime.template import CHATML, INST, PLAIN
+
+    named = {"chatml": CHATML, "inst": INST, "plain": PLAIN}
+    if template not in named:
+        raise ArgumentError(
+            f"--chat-template {template}: choose from {', '.join(named)}, or give Jinja"
+        )
+    return named[template]
 
 
 def _reply_once(

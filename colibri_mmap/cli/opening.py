@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colibri_mmap.cli.console import ProgressBar, messages, printable
+from colibri_mmap.cli.options import KVType, Mode
 
 DEMO = (
     "demo: SmolLM2-135M upcycled to a Mixture of Experts, "
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 def open_engine(
     model: Path,
     *,
-    mode: str,
+    mode: Mode,
     threads: int | None = None,
     ctx: int | None = None,
-    kv_type: str | None = None,
+    kv_type: KVType | None = None,
 ) -> Engine:
     """`Engine.open` with a progress bar; what it had to note goes to stderr."""
     from colibri_mmap import Engine
 
-    with ProgressBar(announce=True) as bar:
+    with ProgressBar() as bar:
         engine = Engine.open(
             model, mode=mode, threads=threads, ctx=ctx, kv_type=kv_type, progress=bar
         )

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-
-class Mode(StrEnum):
-    """Arithmetic: activations rounded per block, or everything in float32."""
-
-    INT8 = "int8"
-    EXACT = "exact"
-
-
-class KVType(StrEnum):
-    """Element type of the KV cache."""
-
-    F16 = "f16"
-    F32 = "f32"
+Mode = Literal["int8", "exact"]
+KVType = Literal["f16", "f32"]
 
 
 def count_or_none(value: int) -> int | None:

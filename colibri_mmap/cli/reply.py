@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from colibri_mmap.cli.console import ProgressBar
+from colibri_mmap.errors import ContextLengthError
 
 if TYPE_CHECKING:
     from colibri_mmap.runtime.engine import Engine
@@ -97,20 +98,22 @@ def stream_reply(
             interrupt.check()
             bar("reading the prompt", done, total)
 
-        pieces = engine.chat(
-            messages,
-            max_tokens=settings.max_tokens,
-            sampling=settings.sampling,
-            progress=report_prompt,
-            template=settings.template,
-        )
         try:
+            pieces = engine.chat(
+                messages,
+                max_tokens=settings.max_tokens,
+                sampling=settings.sampling,
+                progress=report_prompt,
+                template=settings.template,
+            )
             with closing(pieces):
                 for piece in pieces:
                     bar.stop()
                     text.append(piece.text)
                     write(piece.text)
                     interrupt.check()
+        except ContextLengthError as error:
+            raise ContextLengthError(f"{error} (-c)") from None
         except KeyboardInterrupt:
             return Reply("".join(text), interrupted=True)
     return Reply("".join(text), interrupted=False)

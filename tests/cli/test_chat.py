@@ -28,9 +28,7 @@ def greedy_reply(model: Path, messages: list[dict[str, str]]) -> str:
         return "".join(piece.text for piece in pieces)
 
 
-def test_the_reply_and_nothing_else_on_stdout(
-    colibri: Colibri, model: Path, tmp_path: Path
-) -> None:
+def test_nothing_but_the_reply_on_stdout(colibri: Colibri, model: Path, tmp_path: Path) -> None:
     messages = [
         {"role": "system", "content": "Be kind"},
         {"role": "user", "content": "Translate:\n\nBonjour 🐦\nle monde"},

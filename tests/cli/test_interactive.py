@@ -11,7 +11,11 @@ import pexpect
 import pytest
 from program import COMMAND, environment
 
+# pexpect forks; the child executes the command at once, whatever threads other tests left here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 MODEL = Path("mixtral/mixtral.Q8_0.gguf")
+PROMPT = "\x1b[?2004h"  # a prompt has begun to read: it asks for pastes to be marked
 UP, CTRL_C, CTRL_D, ALT_ENTER = "\x1b[A", "\x03", "\x04", "\x1b\r"
 NUMBERS = r"tok/s · first token [\d.]+ s · [\d.]+ GB read/token · \d+ tokens · context \d+/\d+"
 
@@ -31,16 +35,22 @@ class Terminal:
             dimensions=(40, 200),
         )
         self.shows("Ctrl-D leaves")
-        self.shows("> ")
 
     def shows(self, text: str) -> None:
         self.process.expect_exact(text)
 
-    def types(self, text: str) -> None:
-        self.process.send(text)
+    def types(self, *texts: str) -> None:
+        """At the next prompt, one key or text after the other."""
+        self.shows(PROMPT)
+        for text in texts:
+            self.process.send(text)
 
     def enters(self, text: str) -> None:
-        self.process.send(text + "\r")
+        self.types(text + "\r")
+
+    def interrupts(self) -> None:
+        """Ctrl-C during a reply."""
+        self.process.send(CTRL_C)
 
     def gets_reply(self) -> None:
         self.process.expect(NUMBERS)
@@ -138,14 +148,13 @@ def test_ctrl_c_stops_the_reply_only(chat: Callable[..., Terminal]) -> None:
     terminal = chat("--ignore-eos")
     terminal.enters("Hello")
     terminal.process.expect(r"\n[^\n]{20}")  # the reply is on its way
-    terminal.types(CTRL_C)
+    terminal.interrupts()
     terminal.gets_reply()
     terminal.shows("stopped")
     user, assistant = terminal.saved()
     assert user == {"role": "user", "content": "Hello"}
     assert assistant["content"]
-    terminal.types("half a message")
-    terminal.types(CTRL_C)
+    terminal.types("half a message", CTRL_C)
     terminal.types(CTRL_C)
     terminal.shows("Ctrl-C again")
     terminal.types(CTRL_C)
@@ -154,8 +163,7 @@ def test_ctrl_c_stops_the_reply_only(chat: Callable[..., Terminal]) -> None:
 
 def test_messages_of_several_lines(chat: Callable[..., Terminal]) -> None:
     terminal = chat("-n", "2")
-    terminal.types("one\\\rtwo" + ALT_ENTER + "three")
-    terminal.enters("\x1b[200~\nfour\nfive\x1b[201~")
+    terminal.types("one\\\rtwo" + ALT_ENTER + "three", "\x1b[200~\nfour\nfive\x1b[201~", "\r")
     terminal.gets_reply()
     assert terminal.saved()[0]["content"] == "one\ntwo\nthree\nfour\nfive"
 
@@ -169,9 +177,7 @@ def test_the_history_outlives_the_program(chat: Callable[..., Terminal], tmp_pat
     history = tmp_path / "state" / "colibri-mmap" / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     terminal = chat()
-    terminal.types(UP)
-    terminal.types(UP)
-    terminal.enters("")
+    terminal.types(UP, UP, "\r")
     terminal.shows("system prompt: Remember")
 
 
