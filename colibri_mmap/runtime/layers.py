@@ -45,6 +45,11 @@ class AttentionShape:
             key = ".attention.head_count_kv"
             gguf.fail(key, f"must divide the {heads} query heads, is {kv_heads}")
         key_size = gguf.int(".attention.key_length", width // heads, minimum=1)
+        if key_size < 1:
+            gguf.fail(".attention.head_count", f"is {heads}, more than the width of {width}")
+        rotated = gguf.int(".rope.dimension_count", key_size, minimum=2, maximum=key_size)
+        if rotated % 2:
+            gguf.fail(".rope.dimension_count", f"must be even, is {rotated}")
         return cls(
             width,
             heads,
@@ -52,7 +57,7 @@ class AttentionShape:
             key_size,
             gguf.int(".attention.value_length", key_size, minimum=1),
             gguf.float(".attention.layer_norm_rms_epsilon"),
-            gguf.int(".rope.dimension_count", key_size, minimum=2, maximum=key_size),
+            rotated,
             half_split,
         )
 
@@ -235,12 +240,14 @@ class Decoder:
         layers = gguf.int(".block_count", minimum=1)
         self.context_length = gguf.int(".context_length", minimum=0)
         self.vocabulary = gguf.tensor("token_embd.weight").shape[-1]
-        self.kv_shapes = [KVShape(shape.kv_heads, shape.key_size, shape.value_size)] * layers
         self.rope = rope_frequencies(weights, shape.rotated)
         self.token_embd = weights.matrix("token_embd.weight", self.vocabulary, shape.width)
         self.blk = [
             Block(weights, i, GroupedQueryAttention(weights, i, shape), make_ffn(i))
             for i in range(layers)
+        ]
+        self.kv_shapes = [
+            KVShape(shape.kv_heads, shape.key_size, shape.value_size) for _ in self.blk
         ]
         self.output_norm = weights.vector("output_norm.weight", shape.width)
         self.output = (

@@ -31,15 +31,17 @@ def rope_frequencies(weights: Weights, rotated: int) -> RopeFrequencies:
     """
     gguf = weights.gguf
     base = gguf.float(".rope.freq_base", 0.0) or 10000.0  # 0 means not stated
-    if not 1.0 <= base < math.inf:
-        gguf.fail(".rope.freq_base", f"must be at least 1, is {base}")
+    if not 1.0 < base < math.inf:
+        gguf.fail(".rope.freq_base", f"must be above 1, is {base}")
     exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     frequencies = (1.0 / np.float32(base) ** exponents).astype(np.float32)
     factors = weights.optional_vector("rope_freqs.weight", rotated // 2)
     if factors is not None:
         frequencies = frequencies / factors.values
     kind = gguf.str(".rope.scaling.type", "none")
-    scale = gguf.float(".rope.scaling.factor", 1.0)
+    scale = gguf.float(".rope.scaling.factor", 0.0) or 1.0  # 0 means not stated
+    if not 0.0 < scale < math.inf:
+        gguf.fail(".rope.scaling.factor", f"must be above 0, is {scale}")
     if kind == "none" or scale == 1.0:
         return RopeFrequencies(frequencies)
     if kind == "linear":
@@ -52,7 +54,10 @@ def rope_frequencies(weights: Weights, rotated: int) -> RopeFrequencies:
 def _yarn(
     gguf: GGUF, rotated: int, frequencies: NDArray[np.float32], scale: float, base: float
 ) -> RopeFrequencies:
-    original = gguf.int(".rope.scaling.original_context_length", gguf.int(".context_length"))
+    key = ".rope.scaling.original_context_length"
+    original = gguf.int(key, gguf.int(".context_length"))
+    if original < 1:
+        gguf.fail(key, f"must be at least 1, is {original}")
     fast = gguf.float(".rope.scaling.yarn_beta_fast", 32.0)
     slow = gguf.float(".rope.scaling.yarn_beta_slow", 1.0)
 
