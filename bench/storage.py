@@ -1,0 +1,120 @@
+"""The disk under a file as a measurement needs it: counters, read-ahead, and a cold page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+
+from colibri_mmap.errors import ResourceError
+
+_SECTOR = 512  # bytes: the unit of the kernel's counters, whatever the disk's own is
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_DROP_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDevice:
+    """A block device by its directory in /sys; a partition shares the queue of its disk."""
+
+    directory: Path
+
+    @classmethod
+    def under(cls, path: Path) -> BlockDevice | None:
+        """The device that holds `path`, or None where the file system has none of its own."""
+        number = path.stat().st_dev
+        directory = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+        return cls(directory.resolve()) if directory.exists() else None
+
+    @property
+    def _read_ahead_file(self) -> Path:
+        queue = self.directory / "queue"
+        return (queue if queue.exists() else self.directory.parent / "queue") / "read_ahead_kb"
+
+    @property
+    def read_ahead_kb(self) -> int:
+        return int(self._read_ahead_file.read_text())
+
+    def bytes_read(self) -> int:
+        """What all processes together have read from it since it appeared."""
+        return int((self.directory / "stat").read_text().split()[2]) * _SECTOR
+
+    @contextmanager
+    def read_ahead(self, kb: int) -> Iterator[None]:
+        """Set read_ahead_kb within the block: one user at a time, the old value returns at the end.
+
+        It also returns on exceptions and on signals that end the program, SIGKILL excepted.
+        """
+        with _ending_signals_raise(), self._read_ahead_file.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            before = self.read_ahead_kb
+            try:
+                self._read_ahead_file.write_text(str(kb))
+                yield
+            finally:
+                self._read_ahead_file.write_text(str(before))
+
+
+@contextmanager
+def _ending_signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit within the block, so that `finally` clauses run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = [signal.signal(number, leave) for number in _ENDING_SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in zip(_ENDING_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+def cached_bytes(path: Path) -> int:
+    """How much of a file is in the page cache, by mincore; of a file of others it says all."""
+    size = path.stat().st_size
+    if size == 0:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped,
+    ):
+        view = np.frombuffer(mapped, np.uint8)
+        residency = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        failed = libc.mincore(
+            ctypes.c_void_p(view.ctypes.data),
+            ctypes.c_size_t(size),
+            ctypes.c_void_p(residency.ctypes.data),
+        )
+        del view  # or the map could not be closed
+        if failed:
+            raise ResourceError(f"{path}: mincore failed: {os.strerror(ctypes.get_errno())}")
+    return int((residency & 1).sum()) * mmap.PAGESIZE
+
+
+def drop_page_cache(files: Sequence[Path]) -> None:
+    """Empty the machine's page cache; ResourceError if a page of these files stays in it."""
+    for _ in range(_DROP_ATTEMPTS):
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        remaining = {path: kept for path in files if (kept := cached_bytes(path))}
+        if not remaining:
+            return
+    path, kept = next(iter(remaining.items()))
+    raise ResourceError(
+        f"{path}: {kept / 1e6:.1f} MB stay in the page cache; end the process that has it mapped"
+    )
