@@ -320,3 +320,78 @@ def q6_k_floats(source, n, out):
         _store_q6_k_quarter(to + 256, w1, p + 196, d)
         _store_q6_k_quarter(to + 512, w2, p + 200, d)
         _store_q6_k_quarter(to + 768, w3, p + 204, d)
+
+
+# ------------------------------------------------------------------ results of tiles
+_zip_low = shuffle([lane for i in range(8) for lane in (i, 16 + i)])
+_zip_high = shuffle([lane for i in range(8, 16) for lane in (i, 16 + i)])
+
+
+@numba.njit(**INLINE)
+def _zip_eight(a, b):
+    """Sixteen vectors interleaved with those eight further on; four times over is a transposition."""
+    low = (
+        _zip_low(a[0], b[0]),
+        _zip_high(a[0], b[0]),
+        _zip_low(a[1], b[1]),
+        _zip_high(a[1], b[1]),
+        _zip_low(a[2], b[2]),
+        _zip_high(a[2], b[2]),
+        _zip_low(a[3], b[3]),
+        _zip_high(a[3], b[3]),
+    )
+    high = (
+        _zip_low(a[4], b[4]),
+        _zip_high(a[4], b[4]),
+        _zip_low(a[5], b[5]),
+        _zip_high(a[5], b[5]),
+        _zip_low(a[6], b[6]),
+        _zip_high(a[6], b[6]),
+        _zip_low(a[7], b[7]),
+        _zip_high(a[7], b[7]),
+    )
+    return low, high
+
+
+@numba.njit(**INLINE)
+def load_eight(address):
+    """Eight vectors f32 [16] that lie one after the other."""
+    return (
+        load_f32x16(address),
+        load_f32x16(address + 64),
+        load_f32x16(address + 128),
+        load_f32x16(address + 192),
+        load_f32x16(address + 256),
+        load_f32x16(address + 320),
+        load_f32x16(address + 384),
+        load_f32x16(address + 448),
+    )
+
+
+@numba.njit(**INLINE)
+def store_eight(address, stride, a):
+    store(address, a[0])
+    store(address + stride, a[1])
+    store(address + 2 * stride, a[2])
+    store(address + 3 * stride, a[3])
+    store(address + 4 * stride, a[4])
+    store(address + 5 * stride, a[5])
+    store(address + 6 * stride, a[6])
+    store(address + 7 * stride, a[7])
+
+
+@numba.njit(**INLINE)
+def store_outputs(sums, rows, tokens, y, y_stride):
+    """sums f32 [16 rows][16 tokens] -> y[token][row] of the first rows and tokens."""
+    if rows == 16 and tokens == 16:
+        a, b = load_eight(sums), load_eight(sums + 512)
+        a, b = _zip_eight(a, b)
+        a, b = _zip_eight(a, b)
+        a, b = _zip_eight(a, b)
+        a, b = _zip_eight(a, b)
+        store_eight(y, y_stride, a)
+        store_eight(y + 8 * y_stride, y_stride, b)
+    else:
+        for token in range(tokens):
+            for row in range(rows):
+                store_f32(y + token * y_stride + 4 * row, load_f32(sums + 64 * row + 4 * token))

@@ -13,14 +13,20 @@ import numpy as np
 from ..simd import (
     INLINE,
     add,
+    as_f32x16,
     fma,
+    load_f16x16,
     load_f32,
     load_f32x16,
+    load_i16x16,
     load_i64,
+    shift_left,
     splat_f32x16,
+    splat_i32x16,
     store,
     store_f32,
     total,
+    unsigned_to_i32,
     zero_f32x16,
 )
 from ..task import Task
@@ -36,26 +42,57 @@ from .blocks import (
     q5_k_floats,
     q6_k_floats,
     q8_0_floats,
+    store_outputs,
 )
 
 _CHUNK = 4096  # weights of a row that are made float32 at a time
 
 
 @numba.njit(**INLINE)
-def _dot(w, x, n):
-    """w . x over n float32, in one order for any n."""
+def _f32_vector(address):
+    return load_f32x16(address)
+
+
+@numba.njit(**INLINE)
+def _f16_vector(address):
+    return load_f16x16(address)
+
+
+@numba.njit(**INLINE)
+def _bf16_vector(address):
+    bits = unsigned_to_i32(load_i16x16(address))
+    return as_f32x16(shift_left(bits, splat_i32x16(16)))
+
+
+@numba.njit(**INLINE)
+def _dot(vector, size, floats, w, x, n, scratch):
+    """w . x over n weights of `size` bytes, in one order for any n; x is padded with zeros to 16."""
     a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
     for i in range(0, n - 63, 64):
-        a0 = fma(load_f32x16(w + 4 * i), load_f32x16(x + 4 * i), a0)
-        a1 = fma(load_f32x16(w + 4 * i + 64), load_f32x16(x + 4 * i + 64), a1)
-        a2 = fma(load_f32x16(w + 4 * i + 128), load_f32x16(x + 4 * i + 128), a2)
-        a3 = fma(load_f32x16(w + 4 * i + 192), load_f32x16(x + 4 * i + 192), a3)
+        p, v = w + size * i, x + 4 * i
+        a0 = fma(vector(p), load_f32x16(v), a0)
+        a1 = fma(vector(p + 16 * size), load_f32x16(v + 64), a1)
+        a2 = fma(vector(p + 32 * size), load_f32x16(v + 128), a2)
+        a3 = fma(vector(p + 48 * size), load_f32x16(v + 192), a3)
     for i in range(n & ~63, n - 15, 16):
-        a0 = fma(load_f32x16(w + 4 * i), load_f32x16(x + 4 * i), a0)
-    rest = np.float32(0)
-    for i in range(n & ~15, n):
-        rest += load_f32(w + 4 * i) * load_f32(x + 4 * i)
-    return total(add(add(a0, a1), add(a2, a3))) + rest
+        a0 = fma(vector(w + size * i), load_f32x16(x + 4 * i), a0)
+    if n & 15:
+        store(scratch, zero_f32x16())
+        floats(w + size * (n & ~15), n & 15, scratch)
+        a1 = fma(load_f32x16(scratch), load_f32x16(x + 4 * (n & ~15)), a1)
+    return total(add(add(a0, a1), add(a2, a3)))
+
+
+@numba.njit(**INLINE)
+def _matvec_float(vector, size, floats, args, lo, hi, scratch):
+    weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+    y, y_stride = load_i64(args + 48), load_i64(args + 56)
+    for row in range(lo, hi):
+        w = weights + row * row_bytes
+        for token in range(tokens):
+            dot = _dot(vector, size, floats, w, x + token * x_stride, columns, scratch)
+            store_f32(y + token * y_stride + 4 * row, dot)
 
 
 @numba.njit(**INLINE)
@@ -70,7 +107,8 @@ def _matvec(floats, block, block_bytes, args, lo, hi, scratch):
             floats(source, n, scratch)
             for token in range(tokens):
                 out = y + token * y_stride + 4 * row
-                part = _dot(scratch, x + token * x_stride + 4 * start, n)
+                v = x + token * x_stride + 4 * start
+                part = _dot(_f32_vector, 4, f32_floats, scratch, v, n, scratch)
                 store_f32(out, part if start == 0 else load_f32(out) + part)
 
 
@@ -88,14 +126,14 @@ def _all_lanes(address):
 
 @numba.njit(**INLINE)
 def _tile(w, x, groups, sums):
-    """sums f32 [8 rows][16 tokens] += w . x; every 32 products are summed apart, which keeps errors small."""
+    """sums f32 [8 rows][16 tokens] += w . x; every 16 products are summed apart: less error."""
     zero = zero_f32x16()
     f0, f1, f2, f3 = zero, zero, zero, zero
     f4, f5, f6, f7 = zero, zero, zero, zero
     for group in range(groups):
         a0, a1, a2, a3 = zero, zero, zero, zero
         a4, a5, a6, a7 = zero, zero, zero, zero
-        for i in range(32 * group, 32 * group + 32):
+        for i in range(16 * group, 16 * group + 16):
             v, p = load_f32x16(x + 64 * i), w + 4 * i
             a0 = fma(_all_lanes(p), v, a0)
             a1 = fma(_all_lanes(p + _ROW), v, a1)
@@ -118,14 +156,6 @@ def _tile(w, x, groups, sums):
 
 
 @numba.njit(**INLINE)
-def _store_outputs(sums, rows, tokens, y, y_stride):
-    """sums f32 [row][16 tokens] -> y[token][row]."""
-    for token in range(tokens):
-        for row in range(rows):
-            store_f32(y + token * y_stride + 4 * row, load_f32(sums + 64 * row + 4 * token))
-
-
-@numba.njit(**INLINE)
 def _matmul(floats, block, block_bytes, args, lo, hi, scratch):
     weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
@@ -134,6 +164,7 @@ def _matmul(floats, block, block_bytes, args, lo, hi, scratch):
     for first in range(0, vectors, _VECTORS):
         count = min(_VECTORS, vectors - first)
         for row in range(lo, hi, _ROWS):
+            halves = 2 if hi - row > 8 else 1
             for i in range(_ROWS * count):
                 store(scratch + _SUMS + 64 * i, zero_f32x16())
             for start in range(0, columns, 256):
@@ -141,23 +172,23 @@ def _matmul(floats, block, block_bytes, args, lo, hi, scratch):
                 for i in range(_ROWS):
                     source = weights + min(row + i, hi - 1) * row_bytes
                     floats(source + start // block * block_bytes, n, scratch + _ROW * i)
-                    for j in range(n, (n + 31) & ~31):
+                    for j in range(n, (n + 15) & ~15):
                         store_f32(scratch + _ROW * i + 4 * j, np.float32(0))
                 for vector in range(count):
                     v = x + (first + vector) * x_stride + 64 * start
                     sums = scratch + _SUMS + 1024 * vector
-                    for half in range(2):
+                    for half in range(halves):
                         w = scratch + 8 * _ROW * half
-                        _tile(w, v, (n + 31) // 32, sums + 512 * half)
-            for vector in range(count):
-                token = 16 * (first + vector)
-                _store_outputs(
-                    scratch + _SUMS + 1024 * vector,
-                    min(_ROWS, hi - row),
-                    min(16, tokens - token),
-                    y + token * y_stride + 4 * row,
-                    y_stride,
-                )
+                        _tile(w, v, (n + 15) // 16, sums + 512 * half)
+                    if start + 256 >= columns:
+                        token = 16 * (first + vector)
+                        store_outputs(
+                            sums,
+                            min(_ROWS, hi - row),
+                            min(16, tokens - token),
+                            y + token * y_stride + 4 * row,
+                            y_stride,
+                        )
 
 
 # ------------------------------------------------------------------ tasks
@@ -165,7 +196,7 @@ def _matmul(floats, block, block_bytes, args, lo, hi, scratch):
 
 @Task
 def exact_matvec_f32(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec(f32_floats, 1, 4, args, lo, hi, scratch)
+    _matvec_float(_f32_vector, 4, f32_floats, args, lo, hi, scratch)
 
 
 @Task
@@ -175,7 +206,7 @@ def exact_matmul_f32(args: int, lo: int, hi: int, scratch: int) -> None:
 
 @Task
 def exact_matvec_f16(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec(f16_floats, 1, 2, args, lo, hi, scratch)
+    _matvec_float(_f16_vector, 2, f16_floats, args, lo, hi, scratch)
 
 
 @Task
@@ -185,7 +216,7 @@ def exact_matmul_f16(args: int, lo: int, hi: int, scratch: int) -> None:
 
 @Task
 def exact_matvec_bf16(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec(bf16_floats, 1, 2, args, lo, hi, scratch)
+    _matvec_float(_bf16_vector, 2, bf16_floats, args, lo, hi, scratch)
 
 
 @Task

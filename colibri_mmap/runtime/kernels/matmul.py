@@ -60,6 +60,7 @@ from .blocks import (
     q5_k_weights,
     q6_k_weights,
     q8_0_weights,
+    store_outputs,
 )
 
 _GROUP = 640  # bytes of a lanes record per 32 values: q, sums at 512, sums or scales at 576
@@ -322,26 +323,20 @@ def _tile_q8_0(w, x, groups, sums):
 
 # ------------------------------------------------------------------ all rows, all tokens
 @numba.njit(**INLINE)
-def _store_outputs(sums, rows, tokens, y, y_stride):
-    """sums f32 [row][16 tokens] -> y[token][row]."""
-    for token in range(tokens):
-        for row in range(rows):
-            store_f32(y + token * y_stride + 4 * row, load_f32(sums + 64 * row + 4 * token))
-
-
-@numba.njit(**INLINE)
 def _matmul(unpack, tile, weight_bytes, x_bytes, args, lo, hi, scratch):
     """`weight_bytes` and `x_bytes`: of 256 values in a row of W and in a lanes record."""
     weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
     y, y_stride = load_i64(args + 48), load_i64(args + 56)
     vectors = (tokens + 15) // 16
+    chunks = (columns + 255) // 256
     for first in range(0, vectors, _VECTORS):
         count = min(_VECTORS, vectors - first)
         for row in range(lo, hi, _ROWS):
+            halves = 2 if hi - row > 8 else 1
             for i in range(_ROWS * count):
                 store(scratch + _SUMS + 64 * i, zero_f32x16())
-            for chunk in range((columns + 255) // 256):
+            for chunk in range(chunks):
                 groups = min(8, columns // 32 - 8 * chunk)
                 for i in range(_ROWS):
                     source = weights + min(row + i, hi - 1) * row_bytes + chunk * weight_bytes
@@ -351,17 +346,17 @@ def _matmul(unpack, tile, weight_bytes, x_bytes, args, lo, hi, scratch):
                 for vector in range(count):
                     q = x + (first + vector) * x_stride + chunk * x_bytes
                     sums = scratch + _SUMS + 1024 * vector
-                    for half in range(2):
+                    for half in range(halves):
                         tile(scratch + 8 * _ROW * half, q, groups, sums + 512 * half)
-            for vector in range(count):
-                token = 16 * (first + vector)
-                _store_outputs(
-                    scratch + _SUMS + 1024 * vector,
-                    min(_ROWS, hi - row),
-                    min(16, tokens - token),
-                    y + token * y_stride + 4 * row,
-                    y_stride,
-                )
+                    if chunk == chunks - 1:
+                        token = 16 * (first + vector)
+                        store_outputs(
+                            sums,
+                            min(_ROWS, hi - row),
+                            min(16, tokens - token),
+                            y + token * y_stride + 4 * row,
+                            y_stride,
+                        )
 
 
 @Task
