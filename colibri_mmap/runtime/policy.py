@@ -28,7 +28,7 @@ PROTECTED_TURNS = 2  # turns of its layer that a prefetched expert may wait for 
 _ABSENT, _ONE_SHOT, _KEPT, _PREFETCHED = range(4)
 _CLASSES: dict[Kind, int] = {"demand": _KEPT, "prefetch": _PREFETCHED, "one_shot": _ONE_SHOT}
 _RANK_OF_CLASS = np.array([np.inf, -2.0, 0.0, 2.0])  # added to a score, which is 0 to 1
-_RANK_OF_DISTANCE = 1e-9  # equal scores: the layer whose next turn is farthest loses first
+_TIE = 1e-9  # per layer: of equal ranks, the one whose layer's next turn is farther leaves first
 
 
 class ExpertPolicy:
@@ -59,6 +59,8 @@ class ExpertPolicy:
         self._long = np.zeros(shape) if rates is None else np.clip(np.array(rates, float), 0, 1)
         self._counts = np.zeros(shape, np.int64)
         self._classes = np.zeros(shape, np.uint8)
+        layers = np.arange(self._layers)
+        self._bias = (layers - layers[:, None] - 1) % self._layers * -_TIE
         self._fixed = np.zeros(shape)
         for key in pinned:
             self._fixed[key] = np.inf
@@ -74,12 +76,12 @@ class ExpertPolicy:
     def use(self, layer: int, experts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """The layer's turn in a decode step: distinct experts [n] are used and so become resident,
         beyond the budget if need be; which of them were before [n]."""
-        short, long = self._short[layer], self._long[layer]
+        short, long, counts = self._short[layer], self._long[layer], self._counts[layer]
         short *= SHORT_DECAY
         long *= LONG_DECAY
         short[experts] += 1 - SHORT_DECAY
         long[experts] += 1 - LONG_DECAY
-        self._counts[layer, experts] += 1
+        counts[experts] += 1
         self._turns[layer] += 1
         self._layer = layer
         return self.admit(layer, experts)
@@ -94,13 +96,15 @@ class ExpertPolicy:
         """
         classes = self._classes[layer]
         hits: NDArray[np.bool_] = classes[experts] != _ABSENT
-        entering = experts if kind == "demand" else experts[~hits]
+        missing = experts[~hits]
+        entering = experts if kind == "demand" else missing
         classes[entering] = _CLASSES[kind]
         if kind == "prefetch":
             self._expiry[layer, entering] = self._turns[layer] + PROTECTED_TURNS
             self._protected_layers.add(layer)
+        if missing.size:
+            self.resident_bytes += int(self._sizes[layer][missing].sum())
         self._stale.add(layer)
-        self.resident_bytes += int(self._sizes[layer, experts[~hits]].sum())
         return hits
 
     def drop(self, layer: int, experts: NDArray[np.int64]) -> None:
@@ -121,22 +125,22 @@ class ExpertPolicy:
             return removed
         while self._stale:
             self._rank(self._stale.pop())
-        turns_until = (np.arange(self._layers) - self._layer - 1) % self._layers
-        bias = turns_until * -_RANK_OF_DISTANCE
+        bias = self._bias[self._layer]
         kept_layers: set[int] = set()
         while excess > 0:
             layer = int((self._lowest + bias).argmin())
             if self._lowest[layer] == np.inf:
                 break
-            expert = int(self._ranks[layer].argmin())
+            ranks = self._ranks[layer]
+            expert = int(ranks.argmin())
             if (layer, expert) in keep:
                 kept_layers.add(layer)
             else:
                 self._classes[layer, expert] = _ABSENT
                 excess -= int(self._sizes[layer, expert])
                 removed.append((layer, expert))
-            self._ranks[layer, expert] = np.inf
-            self._lowest[layer] = self._ranks[layer].min()
+            ranks[expert] = np.inf
+            self._lowest[layer] = ranks[ranks.argmin()]
         self._stale |= kept_layers
         self.resident_bytes = excess + self.budget - room
         return removed
@@ -149,11 +153,12 @@ class ExpertPolicy:
             classes[waiting & (self._expiry[layer] <= self._turns[layer])] = _KEPT
             if not (classes == _PREFETCHED).any():
                 self._protected_layers.remove(layer)
-        ranks = (1 - self._lfu_weight) * self._short[layer] + self._lfu_weight * self._long[layer]
-        ranks += _RANK_OF_CLASS[classes]
+        ranks = self._ranks[layer]
+        np.take(_RANK_OF_CLASS, classes, out=ranks)
         ranks += self._fixed[layer]
-        self._ranks[layer] = ranks
-        self._lowest[layer] = ranks.min()
+        ranks += (1 - self._lfu_weight) * self._short[layer]
+        ranks += self._lfu_weight * self._long[layer]
+        self._lowest[layer] = ranks[ranks.argmin()]
 
     # -------------------------------------------------------------------------- what is known
     def resident(self, key: Key) -> bool:
