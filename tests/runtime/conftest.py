@@ -1,18 +1,33 @@
-"""What the tests of the runtime measure is printed at the end of the run."""
+"""Small models, a pool to run kernels on, and a place for what tests measure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from colibri_mmap.runtime.pool import Launch, Pool, job
+from colibri_mmap.runtime.task import Task
+
 MEASURED = pytest.StashKey[dict[str, list[str]]]()
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Callable[..., None]]:
+    """Runs `units` of a task with its argument words, `chunk` at a time on two threads."""
+    pool = Pool(2)
+
+    def run(task: Task, units: int, *arguments: int, chunk: int = 1) -> None:
+        pool.run(Launch([[job(task, units, chunk, *arguments)]]))
+
+    yield run
+    pool.close()
 
 
 @pytest.fixture
 def measured(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Adds a line under a heading to the summary of the run."""
+    """Adds a line under a heading, printed at the end of the run."""
     lines = request.config.stash.setdefault(MEASURED, {})
     return lambda heading, line: lines.setdefault(heading, []).append(line)
 
