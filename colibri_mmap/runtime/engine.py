@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 from ..errors import ArgumentError, ContextLengthError, FormatError
 from ..format.gguf import GGUF, open_gguf
 from . import scheduler
+from .experts import ExpertStore
 from .kv import KVCache, Trace
 from .models import load_model
 from .ops import Mode, Ops
+from .pager import ExpertPager
 from .pages import IoCounters, io_counters
 from .pool import Pool, default_threads
+from .ram import RamSettings, open_pager
 from .sampling import Sampler, Sampling, StopMatcher
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
@@ -93,16 +96,22 @@ class Engine:
         threads: int,
         ctx: int | None,
         kv_type: KVType,
+        memory: RamSettings,
         progress: Callable[[str, int, int], None] | None,
     ) -> None:
         self.gguf, self.mode, self.threads, self.kv_type = gguf, mode, threads, kv_type
         self.tokenizer = Tokenizer.from_gguf(gguf)
         self._weights = Weights(gguf)
         self._pool: Pool | None = None
+        self._pager: ExpertPager | None = None
         try:
             self._pool = Pool(threads)
             self._ops = Ops(self._pool, mode)
-            self._model = load_model(self._weights, self._ops)
+            store = ExpertStore(self._ops)
+            self._model = load_model(self._weights, self._ops, store)
+            self._pager = open_pager(self._weights, store, memory)
+            if self._pager is not None:
+                store.pager = self._pager
             self._check_vocabulary()
             compile_tasks(model_tasks(gguf, mode, kv_type), progress)
             self.template = ChatTemplate.of(self.tokenizer)
@@ -125,13 +134,14 @@ class Engine:
         threads: int | None = None,
         ctx: int | None = None,
         kv_type: KVType | None = None,
+        memory: RamSettings | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> Engine:
         """Open a GGUF file, any shard of one, a directory or a container.
 
         `mode`: "int8" rounds activations to 8 bit where weights are quantised, "exact" computes
         in float32. `ctx` tokens of context (default: the model's). `kv_type` "f16" (default) or
-        "f32" (default in exact mode). `progress(stage, done, total)` tells of kernels being
+        "f32" (default in exact mode). `memory` says how RAM is used. `progress(stage, done, total)` tells of kernels being
         compiled.
         """
         if mode not in ("int8", "exact"):
@@ -149,11 +159,15 @@ class Engine:
             threads=threads or default_threads(),
             ctx=ctx,
             kv_type=kv_type,
+            memory=memory or RamSettings(),
             progress=progress,
         )
 
     def close(self) -> None:
         """End the threads and unmap the files; a second call does nothing."""
+        if self._pager is not None:
+            self._pager.close()
+            self._pager = None
         if self._pool is not None:
             self._pool.close()
             self._pool = None

@@ -6,17 +6,21 @@ of a token are summed in router order, whatever the order in which they were com
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..format.quants import GGMLType
 from .arena import Rows
 from .kernels import elementwise
-from .ops import Ops, Packed, combine_job, silu_job
+from .ops import PRODUCT_OUT, Ops, Packed, combine_job, silu_job
+from .pager import ExpertPager
 from .pool import ARGUMENTS, Job, Launch, job
-from .weights import ExpertWeights
+from .weights import ExpertPartWeights, ExpertWeights, Matrix
+
+_WAVE_SLOTS = 1024  # (token, choice) pairs computed at a time: bounds the memory of prefill
+_ALL_USED = 4  # choices per expert from which on nearly all of a layer's experts are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,142 +45,210 @@ def softmax_top_k(ops: Ops, logits: Rows, k: int, *, normalise: bool) -> Routing
     return Routing(ids, arena.view(weights), ids_address, weights.address)
 
 
-@dataclass(frozen=True, slots=True)
-class _DecodeLaunch:
-    """A decode step of one layer: the rows of its job table that get a new address per token."""
-
-    launch: Launch
-    gate: slice
-    up: slice
-    down: slice
-
-
 class ExpertStore:
-    """(layer, chosen ids) -> weighted expert outputs, added to the residual stream."""
+    """(layer, chosen ids) -> weighted expert outputs, added to the residual stream.
+
+    `pager` brings the experts into memory; it is set once all layers are known.
+    """
+
+    pager: ExpertPager
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._layers: dict[int, ExpertWeights] = {}
-        self._decode: dict[object, _DecodeLaunch] = {}
-        self._identity = np.arange(1 << 12, dtype=np.int64)
+        self.layers: dict[int, ExpertWeights] = {}
+        self._steps: dict[object, _DecodeStep] = {}
 
     def add_layer(self, layer: int, experts: ExpertWeights) -> None:
-        """Make the experts of a layer known."""
-        self._layers[layer] = experts
-
-    @property
-    def types(self) -> set[GGMLType]:
-        """The weight types of all experts."""
-        return {p.type for e in self._layers.values() for p in (e.gate, e.up, e.down)}
+        """Make the experts of a layer known; layers come in the order of the forward pass."""
+        self.layers[layer] = experts
 
     def add_experts(self, x: Rows, h: Rows, layer: int, routing: Routing) -> None:
         """x[t] += sum over j of weights[t, j] * expert ids[t, j] of h[t]."""
-        experts = self._layers[layer]
-        parts = (experts.gate, experts.up, experts.down)
+        experts = self.layers[layer]
         with self._ops.temporaries():
-            if any(self._ops.kernels(part.type) is None for part in parts):
-                self._add_without_kernels(x, h, experts, routing)
-            elif h.count == 1:
+            if h.count == 1 and all(self._ops.kernels(part.type) for part in experts.parts):
                 self._add_one_token(x, h, experts, layer, routing)
             else:
-                self._add_grouped(x, h, experts, routing)
+                self._add_grouped(x, h, experts, layer, routing)
+
+    def _matrix(self, part: ExpertPartWeights, layer: int, expert: int) -> Matrix:
+        chosen = np.array([expert], np.int64)
+        return part.at(int(self.pager.source.addresses(part.name, layer, chosen)[0]))
 
     # -------------------------------------------------------------------------- one token
     def _add_one_token(
         self, x: Rows, h: Rows, experts: ExpertWeights, layer: int, routing: Routing
     ) -> None:
-        """A decode step: all chosen experts in one launch, kept and given new weight addresses."""
+        """A decode step: groups of chosen experts are computed as the pager delivers them."""
         key = (layer, x.address, h.address, routing.weights_address)
-        step = self._decode.get(key)
+        step = self._steps.get(key)
         if step is None:
-            step = self._decode[key] = self._one_token_launch(x, h, experts, routing)
-        chosen, jobs = routing.ids[0], step.launch.jobs
-        jobs[step.gate, ARGUMENTS] = experts.gate.addresses[chosen]
-        jobs[step.up, ARGUMENTS] = experts.up.addresses[chosen]
-        jobs[step.down, ARGUMENTS] = experts.down.addresses[chosen]
-        self._ops.pool.run(step.launch)
-
-    def _one_token_launch(
-        self, x: Rows, h: Rows, experts: ExpertWeights, routing: Routing
-    ) -> _DecodeLaunch:
-        ops, k = self._ops, routing.ids.shape[1]
-        gate, up = (ops.arena.rows(k, part.rows) for part in (experts.gate, experts.up))
-        y = ops.arena.rows(k, x.width)
-        wide = [
-            (part.matrix(0), out.part(j, 1))
-            for part, out in ((experts.gate, gate), (experts.up, up))
-            for j in range(k)
-        ]
-        pack_in, products_in = ops.product_phases(h, wide)
-        narrow = [
-            ops.product_phases(gate.part(j, 1), [(experts.down.matrix(0), y.part(j, 1))])
-            for j in range(k)
-        ]
-        pack_out = [job for packs, _ in narrow for job in packs]
-        products_out = [job for _, products in narrow for job in products]
-        identity = self._identity.ctypes.data
-        combine = combine_job(x, y, identity, routing.weights_address, k)
-        phases = [pack_in, products_in, [silu_job(gate, up)], pack_out, products_out, [combine]]
-        first = len(pack_in)
-        last = first + 2 * k + 1 + len(pack_out)
-        return _DecodeLaunch(
-            Launch(phases),
-            slice(first, first + k),
-            slice(first + k, first + 2 * k),
-            slice(last, last + k),
-        )
+            step = self._steps[key] = _DecodeStep(self._ops, x, h, experts, routing)
+        chosen, source, run = routing.ids[0], self.pager.source, self._ops.pool.run
+        run(step.pack)
+        for positions in self.pager.fetch(layer, chosen):
+            group = chosen[positions]
+            run(
+                step.group(
+                    positions,
+                    [source.addresses(part.name, layer, group) for part in experts.parts],
+                )
+            )
+        run(step.combine)
 
     # -------------------------------------------------------------------------- many tokens
-    def _add_grouped(self, x: Rows, h: Rows, experts: ExpertWeights, routing: Routing) -> None:
+    def _add_grouped(
+        self, x: Rows, h: Rows, experts: ExpertWeights, layer: int, routing: Routing
+    ) -> None:
         """Slots, one per (token, choice), are sorted by expert: its weights serve all of them."""
         ops, k = self._ops, routing.ids.shape[1]
         groups = _group(routing.ids)
-        tokens = ops.arena.copy_in(groups.order // k)
         slots = ops.arena.copy_in(groups.slot_of)
-        total = len(groups.order)
+        y = ops.arena.rows(len(groups.order), x.width)
+        many = len(groups.order) >= _ALL_USED * experts.count
+        upcoming = self._next_layer(layer) if many else ()
+        native = all(ops.kernels(part.type) for part in experts.parts)
+        for positions in self.pager.stream(layer, groups.experts, upcoming):
+            for wave in _waves(positions, groups):
+                with ops.temporaries():
+                    if native:
+                        self._run_wave(h, y, experts, layer, groups, wave, k)
+                    else:
+                        self._run_wave_without_kernels(h, y, experts, layer, groups, wave, k)
+        combine = combine_job(x, y, slots, routing.weights_address, k)
+        ops.run(None, lambda: [[combine]])
+
+    def _next_layer(self, layer: int) -> range:
+        """The numbers of the next layer's experts."""
+        numbers = self.pager.numbers
+        after = numbers.layers.index(layer) + 1
+        return range(after * numbers.count, min(after + 1, len(numbers.layers)) * numbers.count)
+
+    def _run_wave(
+        self,
+        h: Rows,
+        y: Rows,
+        experts: ExpertWeights,
+        layer: int,
+        groups: _Groups,
+        wave: NDArray[np.int64],
+        k: int,
+    ) -> None:
+        """Some experts of a layer in one launch, each on all of its tokens."""
+        ops = self._ops
+        total = int((groups.stops[wave] - groups.starts[wave]).sum())
         gate, up = (ops.arena.rows(total, part.rows) for part in (experts.gate, experts.up))
-        y = ops.arena.rows(total, x.width)
         phases: list[list[Job]] = [[], [], [silu_job(gate, up)], [], []]
-        for expert, start, stop in groups.ranges:
-            count = stop - start
+        first = 0
+        for index in wave.tolist():
+            start, count = (
+                int(groups.starts[index]),
+                int(groups.stops[index] - groups.starts[index]),
+            )
+            expert = int(groups.experts[index])
+            tokens = ops.arena.copy_in(groups.order[start : start + count] // k)
             packed: Packed = {}
             for part, out in ((experts.gate, gate), (experts.up, up)):
-                phases[0] += ops.pack_jobs(part.type, h, count, packed, tokens + 8 * start)
-                target = out.part(start, count)
-                phases[1].append(ops.product_job(part.matrix(expert), packed, target))
+                phases[0] += ops.pack_jobs(part.type, h, count, packed, tokens)
+                matrix = self._matrix(part, layer, expert)
+                phases[1].append(ops.product_job(matrix, packed, out.part(first, count)))
             packed = {}
-            hidden = gate.part(start, count)
-            phases[3] += ops.pack_jobs(experts.down.type, hidden, count, packed)
-            target = y.part(start, count)
-            phases[4].append(ops.product_job(experts.down.matrix(expert), packed, target))
-        phases.append([combine_job(x, y, slots, routing.weights_address, k)])
+            phases[3] += ops.pack_jobs(experts.down.type, gate.part(first, count), count, packed)
+            matrix = self._matrix(experts.down, layer, expert)
+            phases[4].append(ops.product_job(matrix, packed, y.part(start, count)))
+            first += count
         ops.run(None, lambda: phases)
 
-    def _add_without_kernels(
-        self, x: Rows, h: Rows, experts: ExpertWeights, routing: Routing
+    def _run_wave_without_kernels(
+        self,
+        h: Rows,
+        y: Rows,
+        experts: ExpertWeights,
+        layer: int,
+        groups: _Groups,
+        wave: NDArray[np.int64],
+        k: int,
     ) -> None:
         """The slow, exact way for weight types without kernels: expert by expert, part by part."""
-        ops, k = self._ops, routing.ids.shape[1]
-        groups = _group(routing.ids)
-        y = ops.arena.rows(len(groups.order), x.width)
-        for expert, start, stop in groups.ranges:
+        ops = self._ops
+        for index in wave.tolist():
+            start, stop = int(groups.starts[index]), int(groups.stops[index])
+            expert = int(groups.experts[index])
+            gate, up, down = (self._matrix(part, layer, expert) for part in experts.parts)
             with ops.temporaries():
                 rows = ops.select(h, groups.order[start:stop] // k)
-                gate, up = ops.linears(rows, experts.gate.matrix(expert), experts.up.matrix(expert))
-                out = ops.linear(ops.silu_mul(gate, up), experts.down.matrix(expert))
+                out = ops.linear(ops.silu_mul(*ops.linears(rows, gate, up)), down)
                 ops.arena.view(y)[start:stop] = ops.arena.view(out)
-        slots = ops.arena.copy_in(groups.slot_of)
-        ops.run(None, lambda: [[combine_job(x, y, slots, routing.weights_address, k)]])
+
+
+class _DecodeStep:
+    """The launches of one layer's experts for one token; kept, they get new addresses per token."""
+
+    def __init__(
+        self, ops: Ops, x: Rows, h: Rows, experts: ExpertWeights, routing: Routing
+    ) -> None:
+        self._ops, self._experts = ops, experts
+        k = routing.ids.shape[1]
+        self._gate, self._up, self._y = (
+            ops.arena.rows(k, part.rows) for part in (experts.gate, experts.up, experts.down)
+        )
+        self._packed: Packed = {}
+        packs = [
+            job
+            for part in (experts.gate, experts.up)
+            for job in ops.pack_jobs(part.type, h, 1, self._packed)
+        ]
+        self.pack = Launch([packs])
+        self._hidden: list[Packed] = [{} for _ in range(k)]
+        self._hidden_packs = [
+            ops.pack_jobs(experts.down.type, self._gate.part(j, 1), 1, self._hidden[j])
+            for j in range(k)
+        ]
+        self._identity = np.arange(k, dtype=np.int64)
+        slots, weights = self._identity.ctypes.data, routing.weights_address
+        self.combine = Launch([[combine_job(x, self._y, slots, weights, k)]])
+        self._groups: dict[int, Launch] = {}
+
+    def group(self, positions: NDArray[np.int64], addresses: list[NDArray[np.int64]]) -> Launch:
+        """The launch for the experts at `positions` of the choice; `addresses` of their parts."""
+        n = len(positions)
+        launch = self._groups.get(n)
+        if launch is None:
+            launch = self._groups[n] = self._build(n)
+        jobs = launch.jobs
+        jobs[:n, ARGUMENTS], jobs[n : 2 * n, ARGUMENTS], jobs[-n:, ARGUMENTS] = addresses
+        jobs[-n:, ARGUMENTS + PRODUCT_OUT] = self._y.address + positions * self._y.stride
+        return launch
+
+    def _build(self, n: int) -> Launch:
+        ops, experts = self._ops, self._experts
+        wide = [
+            ops.product_job(part.at(0), self._packed, out.part(j, 1))
+            for part, out in ((experts.gate, self._gate), (experts.up, self._up))
+            for j in range(n)
+        ]
+        silu = [silu_job(self._gate.part(0, n), self._up.part(0, n))]
+        packs = [job for packs in self._hidden_packs[:n] for job in packs]
+        narrow = [
+            ops.product_job(experts.down.at(0), self._hidden[j], self._y.part(j, 1))
+            for j in range(n)
+        ]
+        return Launch([wide, silu, packs, narrow])
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Choices sorted by expert: `order` [T * k] their numbers t * k + j, `slot_of` the inverse,
-    `ranges` (expert, first slot, last slot + 1)."""
+    """Choices sorted by expert.
+
+    `order` [T * k]: their numbers t * k + j; `slot_of`: its inverse; `experts`: the distinct ones,
+    whose choices are order[start:stop].
+    """
 
     order: NDArray[np.int64]
     slot_of: NDArray[np.int64]
-    ranges: list[tuple[int, int, int]]
+    experts: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
 
 
 def _group(ids: NDArray[np.int64]) -> _Groups:
@@ -185,5 +257,15 @@ def _group(ids: NDArray[np.int64]) -> _Groups:
     slot_of = np.empty_like(order)
     slot_of[order] = np.arange(len(order))
     experts, starts = np.unique(flat[order], return_index=True)
-    stops = [*starts[1:].tolist(), len(order)]
-    return _Groups(order, slot_of, list(zip(experts.tolist(), starts.tolist(), stops, strict=True)))
+    return _Groups(order, slot_of, experts, starts, np.append(starts[1:], len(order)))
+
+
+def _waves(positions: NDArray[np.int64], groups: _Groups) -> Iterator[NDArray[np.int64]]:
+    """Positions cut where their choices exceed what is computed at a time."""
+    ends = np.cumsum(groups.stops[positions] - groups.starts[positions])
+    start = 0
+    while start < len(positions):
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + _WAVE_SLOTS, side="right")))
+        yield positions[start:stop]
+        start = stop

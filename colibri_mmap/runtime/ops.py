@@ -30,6 +30,8 @@ Mode = Literal["int8", "exact"]
 # (activation, few tokens) -> address and stride of the packed rows
 Packed = dict[tuple[str, bool], tuple[int, int]]
 
+PRODUCT_OUT = 6  # the argument of a product job that holds the address of its output
+
 _FEW = 16  # tokens: launches of such batches are kept
 _CHUNK_BYTES = 1 << 16  # weights of one item of a matrix-vector product
 _PANEL_BYTES = 1 << 23  # float32 weights of a type without kernels, at a time

@@ -1,8 +1,17 @@
-"""The only file that speaks to the kernel about memory: file mappings, reservations, counters."""
+"""The only file that speaks to the kernel about memory: mappings, read-ahead, eviction, faults.
+
+What each call really does is measured in docs/io.md; the traps that shape this file: one WILLNEED
+reads at most `read_ahead_kb`, so ranges are announced in pieces; fadvise(DONTNEED) frees nothing
+that is still mapped, so the mapping lets go first; mlock on cold pages reads too much, so pages are
+populated before.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,29 +21,102 @@ from numpy.typing import NDArray
 
 from ..errors import ModelReadError, ResourceError
 
+PAGE = mmap.PAGESIZE
+ANNOUNCED_PIECE = 128 << 10  # bytes: the smallest read_ahead_kb that systems are shipped with
+
 _MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it from 3.13 on
+_MADV_DONTNEED = 4
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True)  # a CDLL call releases the GIL, mmap.madvise does not
+for _name in ("madvise", "mincore", "mlock", "munlock"):
+    getattr(_libc, _name).argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p][
+        : 3 if _name in ("madvise", "mincore") else 2
+    ]
 
 
 class MappedFile:
     """A whole file mapped read-only and shared: its pages are the page cache's own.
 
-    `bytes` uint8 [size] and every address in it die with `close`.
+    `bytes` uint8 [size] and every address in it die with `close`. Offsets and sizes are in bytes.
     """
 
     def __init__(self, path: Path, size: int) -> None:
         """Map `path`, which had `size` bytes when its header was checked."""
+        self.path, self.size = path, size
         try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ModelReadError(f"{path}: cannot be opened ({error.strerror})") from error
+        try:
+            self._map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
+            os.close(self.fd)
             raise ModelReadError(f"{path}: cannot be mapped ({error}); check the file") from error
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         if self.bytes.size != size:
+            self.close()
             raise ModelReadError(f"{path}: changed while it was opened; try again")
         self.address = self.bytes.ctypes.data
 
+    def announce(self, offset: int, nbytes: int) -> None:
+        """Start reading a range into the page cache, without waiting and no byte too many."""
+        start = offset // PAGE * PAGE
+        for piece in range(start, offset + nbytes, ANNOUNCED_PIECE):
+            length = min(ANNOUNCED_PIECE, offset + nbytes - piece)
+            os.posix_fadvise(self.fd, piece, length, os.POSIX_FADV_WILLNEED)
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Wait until a range is in memory and mapped; OSError if a page cannot be read."""
+        start = (self.address + offset) // PAGE * PAGE
+        end = -(-(self.address + offset + nbytes) // PAGE) * PAGE
+        if _libc.madvise(start, end - start, _MADV_POPULATE_READ) == 0:
+            return
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:
+            raise OSError(errno.EIO if code == errno.EFAULT else code, "the pages cannot be read")
+        self._read_through(offset, nbytes)
+
+    def _read_through(self, offset: int, nbytes: int) -> None:
+        """What `populate` does before Linux 5.14: plain reads fill the cache and report errors."""
+        buffer = bytearray(1 << 20)
+        end = offset + nbytes
+        while offset < end:
+            count = os.preadv(self.fd, [memoryview(buffer)[: end - offset]], offset)
+            if count == 0:
+                raise OSError(errno.EIO, "the file ends early")
+            offset += count
+
+    def evict(self, offset: int, nbytes: int) -> None:
+        """Let the page cache forget the pages that lie wholly inside a range."""
+        start = -(-(self.address + offset) // PAGE) * PAGE
+        end = (self.address + offset + nbytes) // PAGE * PAGE
+        if end > start:
+            _libc.madvise(start, end - start, _MADV_DONTNEED)
+            os.posix_fadvise(self.fd, start - self.address, end - start, os.POSIX_FADV_DONTNEED)
+
+    def resident_bytes(self, offset: int, nbytes: int) -> int:
+        """How much of a range is in the page cache, by mincore: whole pages it touches.
+
+        For a file of another user mincore calls everything resident.
+        """
+        start = (self.address + offset) // PAGE * PAGE
+        pages = -(-(self.address + offset + nbytes - start) // PAGE)
+        states = np.empty(pages, np.uint8)
+        if _libc.mincore(start, pages * PAGE, states.ctypes.data) != 0:
+            return 0
+        return int(np.count_nonzero(states & 1)) * PAGE
+
+    def lock(self, offset: int, nbytes: int) -> bool:
+        """Keep a populated range in memory until `close`; False where that is not allowed."""
+        start = (self.address + offset) // PAGE * PAGE
+        return bool(_libc.mlock(start, self.address + offset + nbytes - start) == 0)
+
     def close(self) -> None:
         """Unmap, unless an array of the caller's still refers to the pages; then that does it."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
         del self.bytes
         try:
             self._map.close()
@@ -54,8 +136,16 @@ class Reservation:
                 f"cannot reserve {nbytes / 1e9:.1f} GB of address space ({error}); "
                 "choose a smaller context with --ctx-size or raise the limit (ulimit -v)"
             ) from error
+        self.buffer = memoryview(self._map)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = self.bytes.ctypes.data
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Return the pages wholly inside a range to the machine; they read as zeros afterwards."""
+        start = -(-(self.address + offset) // PAGE) * PAGE
+        end = (self.address + offset + nbytes) // PAGE * PAGE
+        if end > start:
+            _libc.madvise(start, end - start, _MADV_DONTNEED)
 
 
 @dataclass(frozen=True, slots=True)

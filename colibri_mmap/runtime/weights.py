@@ -43,18 +43,17 @@ class Vector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPartWeights:
-    """One projection of every expert of a layer: `addresses` int64 [experts]."""
+    """The shape and type of one projection (gate, up, down) of a layer's experts."""
 
+    name: str
     type: GGMLType
     rows: int
     columns: int
     row_bytes: int
-    addresses: NDArray[np.int64]
 
-    def matrix(self, expert: int) -> Matrix:
-        return Matrix(
-            int(self.addresses[expert]), self.type, self.rows, self.columns, self.row_bytes
-        )
+    def at(self, address: int) -> Matrix:
+        """The matrix of the expert that lies at an address."""
+        return Matrix(address, self.type, self.rows, self.columns, self.row_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,30 +65,34 @@ class ExpertWeights:
     down: ExpertPartWeights
     count: int
 
+    @property
+    def parts(self) -> tuple[ExpertPartWeights, ExpertPartWeights, ExpertPartWeights]:
+        return self.gate, self.up, self.down
+
 
 class Weights:
     """All shards of a model, mapped; look-ups by GGUF tensor name."""
 
     def __init__(self, gguf: GGUF) -> None:
         self.gguf = gguf
-        self._files = [MappedFile(shard.path, shard.size) for shard in gguf.shards]
-        self._expert_layers = expert_layers(gguf)
+        self.files = [MappedFile(shard.path, shard.size) for shard in gguf.shards]
+        self.expert_layers = expert_layers(gguf)
 
     def _bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
-        return self._files[info.shard].bytes[info.offset : info.offset + info.nbytes]
+        return self.files[info.shard].bytes[info.offset : info.offset + info.nbytes]
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         """The matrix `name`; FormatError if it is missing or has another shape."""
         info = self.gguf.tensor(name)
         if rows > 1 or info.shape != (columns,):
             info = self.gguf.tensor(name, (columns, rows))
-        address = self._files[info.shard].address + info.offset
+        address = self.files[info.shard].address + info.offset
         return Matrix(address, info.type, rows, columns, row_bytes(info.type, columns))
 
     def vector(self, name: str, n: int) -> Vector:
         """The vector `name` as float32: in place where it is stored so, else converted."""
         info = self.gguf.tensor(name, (n,))
-        if info.type == GGMLType.F32 and (self._files[info.shard].address + info.offset) % 4 == 0:
+        if info.type == GGMLType.F32 and (self.files[info.shard].address + info.offset) % 4 == 0:
             values = self._bytes(info).view(np.float32)
         else:
             values = dequantize(self._bytes(info), GGMLQuantizationType(int(info.type)))
@@ -107,11 +110,11 @@ class Weights:
         return name in self.gguf.tensors
 
     def has_experts(self, layer: int) -> bool:
-        return layer in self._expert_layers
+        return layer in self.expert_layers
 
     def experts(self, layer: int, count: int, width: int, hidden: int) -> ExpertWeights:
         """The experts of a layer that map `width` values through `hidden` ones."""
-        found = self._expert_layers.get(layer)
+        found = self.expert_layers.get(layer)
         place = f"experts of layer {layer}"
         if found is None:
             raise FormatError(self.gguf.path, place, "missing; the file is incomplete")
@@ -135,11 +138,9 @@ class Weights:
             raise FormatError(
                 self.gguf.path, place, f"shape {part.shape} where {(columns, rows)} is needed"
             )
-        bases = np.array([file.address for file in self._files], np.int64)
-        addresses = bases[part.shards] + part.offsets
-        return ExpertPartWeights(part.type, rows, columns, row_bytes(part.type, columns), addresses)
+        return ExpertPartWeights(name, part.type, rows, columns, row_bytes(part.type, columns))
 
     def close(self) -> None:
         """Unmap the files; every address dies."""
-        while self._files:
-            self._files.pop().close()
+        while self.files:
+            self.files.pop().close()

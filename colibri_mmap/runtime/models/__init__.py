@@ -7,6 +7,7 @@ from typing import Protocol, cast
 
 from ...errors import UnsupportedError
 from ..arena import Rows
+from ..experts import ExpertStore
 from ..kv import Batch, KVShape
 from ..ops import Ops
 from ..weights import Weights
@@ -33,12 +34,15 @@ class Model(Protocol):
         ...
 
 
-def load_model(weights: Weights, ops: Ops) -> Model:
-    """The model of the file's architecture; UnsupportedError names the supported ones."""
+def load_model(weights: Weights, ops: Ops, store: ExpertStore) -> Model:
+    """The model of the file's architecture, whose routed experts `store` computes.
+
+    UnsupportedError names the supported architectures.
+    """
     name = weights.gguf.architecture
     if name not in _MODULES:
         supported = ", ".join(ARCHITECTURES)
         raise UnsupportedError(
             f"{weights.gguf.path}: architecture {name!r} is not supported; supported: {supported}"
         )
-    return cast(Model, import_module(f".{_MODULES[name]}", __package__).load(weights, ops))
+    return cast(Model, import_module(f".{_MODULES[name]}", __package__).load(weights, ops, store))

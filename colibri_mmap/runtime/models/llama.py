@@ -19,7 +19,7 @@ from ..ops import Ops
 from ..weights import Weights
 
 
-def load(weights: Weights, ops: Ops) -> Decoder:
+def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     gguf = weights.gguf
     shape = AttentionShape.from_gguf(gguf, half_split=False)
     if gguf.int(".expert_count", 0) == 0:
@@ -30,7 +30,6 @@ def load(weights: Weights, ops: Ops) -> Decoder:
 
         return Decoder(weights, ops, shape, dense)
     experts = ExpertsShape.from_gguf(gguf, ".feed_forward_length", normalise=True)
-    store = ExpertStore(ops)
     return Decoder(
         weights, ops, shape, lambda layer: MixtureOfExperts(weights, layer, experts, store)
     )

@@ -12,10 +12,9 @@ from ..ops import Ops
 from ..weights import Weights
 
 
-def load(weights: Weights, ops: Ops) -> Decoder:
+def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     shape = AttentionShape.from_gguf(weights.gguf, half_split=True)
     experts = ExpertsShape.from_gguf(weights.gguf, ".feed_forward_length", normalise=False)
-    store = ExpertStore(ops)
     return Decoder(
         weights, ops, shape, lambda layer: MixtureOfExperts(weights, layer, experts, store)
     )

@@ -32,12 +32,11 @@ class _ExpertsAndShared:
         self.shared.add_to(x, h, ops)
 
 
-def load(weights: Weights, ops: Ops) -> Decoder:
+def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     gguf = weights.gguf
     shape = AttentionShape.from_gguf(gguf, half_split=True)
     experts = ExpertsShape.from_gguf(gguf, ".expert_feed_forward_length", normalise=False)
     shared = gguf.int(".expert_shared_feed_forward_length", minimum=1)
-    store = ExpertStore(ops)
     return Decoder(
         weights,
         ops,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ..experts import ExpertStore
 from ..layers import AttentionShape, Decoder, GatedFeedForward
 from ..ops import Ops
 from ..weights import Weights
 
 
-def load(weights: Weights, ops: Ops) -> Decoder:
+def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     shape = AttentionShape.from_gguf(weights.gguf, half_split=True)
     hidden = weights.gguf.int(".feed_forward_length", minimum=1)
     return Decoder(

@@ -1,0 +1,315 @@
+"""The RAM tier: which experts are in memory, fetching those that are not, forgetting others.
+
+A decode step asks for the chosen experts of a layer with `fetch`: all are announced at once, the
+absent ones first; those in memory come back immediately and are computed while the others arrive,
+in the order in which they were asked for. The threads of the prefault service wait for the pages,
+so that errors surface as exceptions and the computing threads need not fault; one more evicts. What
+is kept is the policy's decision alone, and nothing here can change a result.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ModelReadError
+from .policy import ExpertPolicy, Kind
+from .sources import ExpertNumbers, ExpertSource
+
+_WINDOW_BYTES = 256 << 20  # read ahead of the computation in prefill, at most
+_AUDIT_EVERY = 32  # tokens
+_AUDIT_SIZE = 16  # experts
+
+
+class State(IntEnum):
+    """Where an expert is on its way from disk to memory."""
+
+    ABSENT = 0
+    LOADING = 1
+    READY = 2
+
+
+@dataclass(slots=True)
+class PagerStats:
+    """Counts since they were last taken: experts, bytes, seconds."""
+
+    hits: int = 0
+    misses: int = 0
+    hit_bytes: int = 0
+    miss_bytes: int = 0
+    wait_seconds: float = 0.0
+    prefetched: int = 0
+    prefetch_hits: int = 0
+    evicted: int = 0
+    lost: int = 0  # believed to be in memory, but found gone
+
+
+class ExpertPager:
+    """Fetches experts through a source and keeps what the policy keeps.
+
+    `distrusts`: memory is short, so the kernel may have taken what the book believes to be in
+    memory; hits are announced too, and the book is checked against the page cache now and then.
+    """
+
+    def __init__(
+        self,
+        numbers: ExpertNumbers,
+        source: ExpertSource,
+        policy: ExpertPolicy,
+        *,
+        threads: int,
+        distrusts: bool,
+    ) -> None:
+        self.numbers, self.source, self.policy = numbers, source, policy
+        self.stats = PagerStats()
+        self.distrusts = distrusts
+        self._index = {layer: index for index, layer in enumerate(numbers.layers)}
+        self._state = np.full(numbers.total, State.ABSENT, np.uint8)
+        self._prefetched = np.zeros(numbers.total, np.bool_)
+        self._window = min(_WINDOW_BYTES, policy.budget // 4)
+        self._loading: set[int] = set()
+        self._ahead: set[int] = set()  # read in advance by `stream`, not computed yet
+        self._failed: dict[int, OSError] = {}
+        self._demand: deque[int] = deque()
+        self._background: deque[int] = deque()
+        self._evictions: deque[int] = deque()
+        self._tokens = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=target, name=f"colibri-{target.__name__}", daemon=True)
+            for target in (*[self._prefault] * threads, self._evict)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads; what is in the page cache stays there."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self.source.close()
+
+    def take_stats(self) -> PagerStats:
+        """The counts so far; they start anew."""
+        stats, self.stats = self.stats, PagerStats()
+        return stats
+
+    def tick(self) -> None:
+        """A token has been computed."""
+        self._tokens += 1
+        if self.distrusts and self._tokens % _AUDIT_EVERY == 0:
+            self._audit()
+
+    # -------------------------------------------------------------------------- asking
+    def fetch(self, layer: int, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """The chosen experts of a decode step, in groups of positions in `experts`.
+
+        Those in memory come first, the others as they arrive. All stay in memory until the next
+        call.
+        """
+        index = self._index[layer]
+        numbers = index * self.numbers.count + experts
+        with self._changed:
+            self.policy.use(index, experts)
+        present = self._state[numbers] == State.READY
+        self._count(numbers, present)
+        missing = numbers[~present].tolist()
+        if missing:
+            for number in missing:
+                self.source.announce(number)
+            self._queue(missing, "demand", self._demand)
+        if self.distrusts:
+            for number in numbers[present].tolist():
+                self.source.announce(number)
+        if missing:
+            self._make_room(numbers.tolist())
+        if len(missing) < len(numbers):
+            yield np.flatnonzero(present)
+        yield from self._arrivals(missing, np.flatnonzero(~present))
+
+    def stream(
+        self, layer: int, experts: NDArray[np.int64], upcoming: Sequence[int] = ()
+    ) -> Iterator[NDArray[np.int64]]:
+        """The experts of a prefill chunk, each once, in groups of positions in `experts`.
+
+        Those in memory come first, the others as they arrive, in the order given. While they are
+        computed more are read, up to a window; after them the absent ones among the numbers
+        `upcoming`, of the next layer. What is read here leaves memory first.
+        """
+        numbers = self._index[layer] * self.numbers.count + experts
+        present = self._state[numbers] == State.READY
+        self._count(numbers, present)
+        missing = numbers[~present].tolist()
+        queue = deque([*missing, *upcoming])
+        group = numbers[present].tolist()
+        self._ahead.difference_update(group)
+        self._read_ahead(queue, group)
+        if group:
+            yield np.flatnonzero(present)
+        for arrived in self._arrivals(missing, np.flatnonzero(~present)):
+            group = numbers[arrived].tolist()
+            self._ahead.difference_update(group)
+            self._read_ahead(queue, group)
+            yield arrived
+
+    def prefetch(self, numbers: Sequence[int]) -> None:
+        """Read experts that may be wanted soon, unless something is being waited for."""
+        absent = [n for n in numbers if self._state[n] == State.ABSENT]
+        if absent and not self._demand:
+            self._prefetched[absent] = True
+            self.stats.prefetched += len(absent)
+            self._queue(absent, "prefetch", self._background)
+            self._make_room(absent)
+
+    def _count(self, numbers: NDArray[np.int64], present: NDArray[np.bool_]) -> None:
+        stats, size = self.stats, int(self.source.sizes[numbers[0]])
+        hits = int(np.count_nonzero(present))
+        stats.hits += hits
+        stats.hit_bytes += hits * size
+        stats.misses += len(numbers) - hits
+        stats.miss_bytes += (len(numbers) - hits) * size
+        if stats.prefetched:
+            stats.prefetch_hits += int(np.count_nonzero(self._prefetched[numbers]))
+            self._prefetched[numbers] = False
+
+    def _key(self, number: int) -> tuple[int, NDArray[np.int64]]:
+        """A number as the policy names it: index of the layer, experts."""
+        index, expert = divmod(number, self.numbers.count)
+        return index, np.array([expert], np.int64)
+
+    def _queue(self, numbers: Sequence[int], kind: Kind, queue: deque[int]) -> None:
+        """Have the prefault service load experts; one that waits in the background moves up."""
+        with self._changed:
+            for number in numbers:
+                if self._state[number] == State.ABSENT:
+                    self._state[number] = State.LOADING
+                    self._loading.add(number)
+                    self._failed.pop(number, None)
+                    self.policy.admit(*self._key(number), kind)
+                    queue.append(number)
+                elif queue is self._demand and number in self._background:
+                    self._background.remove(number)
+                    queue.append(number)
+            self._changed.notify_all()
+
+    def _read_ahead(self, queue: deque[int], group: Sequence[int]) -> None:
+        """Load what comes next in `queue` while there is room in the window."""
+        sizes = self.source.sizes
+        inside = sum(int(sizes[n]) for n in self._ahead)
+        fresh: list[int] = []
+        while queue and (inside < self._window or not self._ahead):
+            number = queue.popleft()
+            if self._state[number] == State.ABSENT:
+                fresh.append(number)
+                inside += int(sizes[number])
+                self._ahead.add(number)
+        if fresh:
+            self._queue(fresh, "one_shot", self._demand)
+            self._make_room(group)
+
+    def _make_room(self, in_use: Collection[int]) -> None:
+        """Evict what the policy gives up; nothing that is in use, being read or read in advance."""
+        if self.policy.resident_bytes <= self.policy.budget:
+            return
+        count = self.numbers.count
+        with self._changed:
+            keep = {*in_use, *self._loading, *self._ahead}
+            found = self.policy.victims(keep=[divmod(number, count) for number in keep])
+            victims = [layer * count + expert for layer, expert in found]
+            self.stats.evicted += len(victims)
+            self._state[victims] = State.ABSENT
+            self._evictions.extend(victims)
+            self._changed.notify_all()
+
+    # -------------------------------------------------------------------------- waiting
+    def _arrivals(
+        self, missing: list[int], positions: NDArray[np.int64]
+    ) -> Iterator[NDArray[np.int64]]:
+        """The positions of the missing experts, in order, as many at a time as have arrived."""
+        done = 0
+        while done < len(missing):
+            count = self._wait_for(missing[done:])
+            yield positions[done : done + count]
+            done += count
+
+    def _wait_for(self, missing: list[int]) -> int:
+        """Wait for the first; how many from it on are in memory."""
+        started = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._state[missing[0]] == State.READY or missing[0] in self._failed
+            )
+            self.stats.wait_seconds += time.perf_counter() - started
+            if missing[0] in self._failed:
+                self._give_up(missing[0])
+            count = 1
+            while count < len(missing) and self._state[missing[count]] == State.READY:
+                count += 1
+        return count
+
+    def _give_up(self, number: int) -> None:
+        error = self._failed.pop(number)
+        layer, expert = self.numbers.name(number)
+        raise ModelReadError(
+            f"{self.source.path(number)}: layer {layer}, expert {expert} cannot be read "
+            f"({error.strerror}); check the disk, and the file with colibri-mmap verify"
+        ) from error
+
+    # -------------------------------------------------------------------------- threads
+    def _prefault(self) -> None:
+        """Load queued experts, the demanded ones first."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._demand or self._background)
+                if self._closed:
+                    return
+                number = (self._demand or self._background).popleft()
+            error = None
+            try:
+                self.source.announce(number)
+                self.source.load(number)
+            except OSError as caught:
+                error = caught
+            with self._changed:
+                self._loading.discard(number)
+                self._state[number] = State.READY if error is None else State.ABSENT
+                if error is not None:
+                    self.policy.drop(*self._key(number))
+                    self._ahead.discard(number)
+                    self._failed[number] = error
+                self._changed.notify_all()
+
+    def _evict(self) -> None:
+        """Give back the memory of evicted experts, unless they were asked for again meanwhile."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._evictions)
+                if self._closed:
+                    return
+                number = self._evictions.popleft()
+                if self._state[number] != State.ABSENT:
+                    continue
+                if self.source.is_buffer:
+                    self.source.evict(number)  # quick, and no load may come between
+                    continue
+            self.source.evict(number)
+
+    def _audit(self) -> None:
+        """Compare some entries of the book with the page cache; what is gone is asked for anew."""
+        ready = np.flatnonzero(self._state == State.READY).tolist()
+        for number in random.sample(ready, min(_AUDIT_SIZE, len(ready))):
+            if self.source.resident(number) < 0.5:
+                self._state[number] = State.ABSENT
+                self.policy.drop(*self._key(number))
+                self.stats.lost += 1
