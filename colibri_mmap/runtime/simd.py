@@ -343,12 +343,12 @@ def caster(element: str, n: int) -> Any:
 
 @intrinsic
 def bits_to_bytes(typing: Any, bits: Any) -> Any:
-    """The low 32 bits of an integer as i8 [32] of 0 and 1."""
-    vector = Vector("i8", 32)
+    """The 64 bits of an integer as i8 [64] of 0 and 1."""
+    vector = Vector("i8", 64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number = context.cast(builder, arguments[0], signature.args[0], types.int32)
-        mask = builder.bitcast(number, ir.VectorType(ir.IntType(1), 32))
+        number = context.cast(builder, arguments[0], signature.args[0], types.int64)
+        mask = builder.bitcast(number, ir.VectorType(ir.IntType(1), 64))
         return builder.zext(mask, vector.llvm)
 
     return vector(bits), generate
@@ -482,6 +482,24 @@ def load_4_words(address):
     return load_i64(address), load_i64(address + 8), load_i64(address + 16), load_i64(address + 24)
 
 
+
+@intrinsic
+def _gather_four(typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Four floats, or four halves that lie at addresses, as one vector."""
+    at_addresses = isinstance(a, types.Integer)
+    vector = Vector("f16" if at_addresses else "f32", 4)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = ir.Constant(vector.llvm, ir.Undefined)
+        for lane, number in enumerate(arguments):
+            if at_addresses:
+                number = builder.load(_pointer(builder, number, ir.HalfType()), align=1)
+            value = builder.insert_element(value, number, ir.Constant(ir.IntType(32), lane))
+        return value
+
+    return vector(a, b, c, d), generate
+
+
 # ------------------------------------------------------------------------------ half precision
 # x86 CPUs without F16C get integer arithmetic: LLVM would call a function that is not there.
 if HAS_NATIVE_HALF:
@@ -495,6 +513,10 @@ if HAS_NATIVE_HALF:
     @numba.njit(**INLINE)
     def store_f16x16(address, value):
         store(address, _truncate(value))
+
+    @numba.njit(**INLINE)
+    def gather_f16x4(a, b, c, d):  # type: ignore[no-untyped-def]
+        return _extend(_gather_four(a, b, c, d))
 
     load_f16 = _scalar_loader("f16")
 else:
@@ -517,6 +539,10 @@ else:
     @numba.njit(**INLINE)
     def load_f16(address):
         return largest(_half_to_float(splat_i32x16(load_u16(address))))
+
+    @numba.njit(**INLINE)
+    def gather_f16x4(a, b, c, d):  # type: ignore[no-untyped-def]
+        return _gather_four(load_f16(a), load_f16(b), load_f16(c), load_f16(d))
 
     @numba.njit(**INLINE)
     def store_f16x16(address, value):

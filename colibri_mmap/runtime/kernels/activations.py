@@ -2,7 +2,9 @@
 
     f32     columns: f32 [K padded to 16]              lanes: f32 [K padded to 32][16 tokens]
     q8_32   x = d * q with one d per 32 values
-            columns: q i8 [P], d f32 [P / 32] with P = K padded to 64
+            columns: per 128 values q i8, the first 16 of each block, then the last 16 of each;
+            -128 * sums of four q i32 [16], the first and the last 16 together; d f32 [4],
+            d * sum of q f32 [4]; 32 bytes of padding
             lanes: per 32 values q i8 [8][16 tokens][4], minus the sum of q i32 [16], d f32 [16]
     q8_256  x = d * q with one d per 256 values
             columns: per 256 values q i8 [256], sums of 16 q i16 [16], d f32, 28 bytes of padding
@@ -39,7 +41,9 @@ from ..simd import (
     maximum,
     minimum,
     round_even,
+    shift_left,
     splat_f32x16,
+    splat_i32x16,
     store,
     store_f32,
     store_i16,
@@ -52,6 +56,7 @@ from ..simd import (
 )
 from ..task import Task
 
+Q8_32_COLUMN_BYTES = 256
 Q8_256_COLUMN_BYTES = 320
 Q8_256_LANES_BYTES = 8 * 640 + 64
 Q8_32_LANES_BYTES = 640
@@ -75,8 +80,7 @@ def f32_lanes_bytes(columns: int) -> int:
 
 
 def q8_32_column_bytes(columns: int) -> int:
-    padded = _up(columns, 64)
-    return _up(padded + padded // 8, 64)
+    return _up(columns, 128) // 128 * Q8_32_COLUMN_BYTES
 
 
 def q8_32_lanes_bytes(columns: int) -> int:
@@ -119,8 +123,13 @@ def _round_16(x, divisor):
 
 
 @numba.njit(**INLINE)
+def _divisor(d):
+    return splat_f32x16(d if d > np.float32(0) else np.float32(1))
+
+
+@numba.njit(**INLINE)
 def _round_32(x, d, out):
-    divisor = splat_f32x16(d if d > np.float32(0) else np.float32(1))
+    divisor = _divisor(d)
     store(out, _round_16(x, divisor))
     store(out + 16, _round_16(x + 64, divisor))
 
@@ -145,20 +154,36 @@ def pack_columns_f32(args: int, lo: int, hi: int, scratch: int) -> None:
             store_f32(to + 4 * i, load_f32(source + 4 * i))
 
 
+@numba.njit(**INLINE)
+def _pack_four_blocks(source, blocks, to, scratch):
+    """128 values, or the first `blocks` times 32 of them and zeros, as a q8_32 column record."""
+    for part in range(4):
+        store(to + 64 * part, _zero_i8x64())
+    for block in range(blocks):
+        x = source + 128 * block
+        d = _scale(x, 32)
+        store(to + 16 * block, _round_16(x, _divisor(d)))
+        store(to + 64 + 16 * block, _round_16(x + 64, _divisor(d)))
+        store_f32(to + 192 + 4 * block, d)
+    sums = dot_u8_i8(zero_i32x16(), _ones_i8x64(), load_i8x64(to))
+    sums = dot_u8_i8(sums, _ones_i8x64(), load_i8x64(to + 64))
+    store(to + 128, shift_left(sub(zero_i32x16(), sums), splat_i32x16(7)))
+    store(scratch, sums)
+    for block in range(blocks):
+        p = scratch + 16 * block
+        whole = load_i32(p) + load_i32(p + 4) + load_i32(p + 8) + load_i32(p + 12)
+        store_f32(to + 208 + 4 * block, load_f32(to + 192 + 4 * block) * np.float32(whole))
+
+
 @Task
 def pack_columns_q8_32(args: int, lo: int, hi: int, scratch: int) -> None:
     x, x_stride, picked = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     columns, out, stride = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
-    padded = _padded(columns, 64)
     for index in range(lo, hi):
         source, to = x + _token(index, picked) * x_stride, out + index * stride
-        if padded != columns:
-            store(to + padded - 64, _zero_i8x64())
-            store_f32(to + padded + columns // 8, np.float32(0))
-        for block in range(columns // 32):
-            d = _scale(source + 128 * block, 32)
-            _round_32(source + 128 * block, d, to + 32 * block)
-            store_f32(to + padded + 4 * block, d)
+        for start in range(0, columns, 128):
+            blocks = min(4, (columns - start) // 32)
+            _pack_four_blocks(source + 4 * start, blocks, to + 2 * start, scratch)
 
 
 @Task

@@ -88,7 +88,8 @@ def _nibbles(address):
 
 @numba.njit(**INLINE)
 def _nibbles_and_high_bits(address, high):
-    bits = shift_left(as_i16x16(bits_to_bytes(load_u32(high))), _four_x16())
+    bytes_64 = bits_to_bytes(load_u32(high))
+    bits = shift_left(as_i16x16(low_32(bytes_64, bytes_64)), _four_x16())
     return bit_or(_nibbles(address), as_i8x32(bits))
 
 
@@ -133,7 +134,7 @@ def k_scales(fields):
 
 
 @numba.njit(**INLINE)
-def _low_and_high_nibbles(packed):
+def low_and_high_nibbles(packed):
     high = as_i8x64(shift_right(as_i16x32(packed), _four_x32()))
     return bit_and(packed, _nibbles_64()), bit_and(high, _nibbles_64())
 
@@ -141,8 +142,8 @@ def _low_and_high_nibbles(packed):
 @numba.njit(**INLINE)
 def q4_k_weights(block):
     """q u8: groups of 32 numbered (0, 2), (1, 3), (4, 6), (5, 7)."""
-    w0, w1 = _low_and_high_nibbles(load_i8x64(block + 16))
-    w2, w3 = _low_and_high_nibbles(load_i8x64(block + 80))
+    w0, w1 = low_and_high_nibbles(load_i8x64(block + 16))
+    w2, w3 = low_and_high_nibbles(load_i8x64(block + 80))
     return w0, w1, w2, w3
 
 
@@ -156,8 +157,8 @@ def q5_k_weights(block):
     """q u8: groups of 32 numbered (0, 2), (1, 3), (4, 6), (5, 7)."""
     bits = load_i8x32(block + 16)
     high = as_i16x32(_twice_32(bits, bits))
-    w0, w1 = _low_and_high_nibbles(load_i8x64(block + 48))
-    w2, w3 = _low_and_high_nibbles(load_i8x64(block + 112))
+    w0, w1 = low_and_high_nibbles(load_i8x64(block + 48))
+    w2, w3 = low_and_high_nibbles(load_i8x64(block + 112))
     return (
         _with_bit_4(w0, shift_left(high, _left_4_2())),
         _with_bit_4(w1, shift_left(high, _left_3_1())),
@@ -170,7 +171,7 @@ def q5_k_weights(block):
 def _q6_k_half(low, high):
     bits = load_i8x32(high)
     pairs = as_i16x32(_twice_32(bits, bits))
-    w0, w1 = _low_and_high_nibbles(load_i8x64(low))
+    w0, w1 = low_and_high_nibbles(load_i8x64(low))
     w0 = bit_or(w0, bit_and(as_i8x64(shift_left(pairs, _left_4_2())), _bits_45()))
     w1 = bit_or(w1, bit_and(as_i8x64(shift_right(pairs, _right_0_2())), _bits_45()))
     return w0, w1

@@ -11,12 +11,12 @@ from typing import Literal
 
 from ...format.quants import GGMLType, block_geometry
 from ..task import Task
-from . import activations, dequantise, exact, matmul, matvec
+from . import activations, dequantise, exact, matmul, matvec_32, matvec_256
 
 Mode = Literal["int8", "exact"]
 
 _COLUMNS_LIMIT = 4  # up to this many tokens `matvec` is the faster
-_ACTIVATION_OF_BLOCK = {32: "q8_32", 256: "q8_256"}
+_BLOCK_KERNELS = {32: ("q8_32", matvec_32), 256: ("q8_256", matvec_256)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ def weight_kernels(type: GGMLType, mode: Mode) -> WeightKernels | None:
     block = block_geometry(type)[0]
     if not hasattr(exact, f"exact_matvec_{name}"):
         return None
-    if mode == "int8" and hasattr(matvec, f"matvec_{name}"):
-        activation, source, prefix = _ACTIVATION_OF_BLOCK[block], (matvec, matmul), ""
+    if mode == "int8" and block in _BLOCK_KERNELS:
+        activation, columns = _BLOCK_KERNELS[block]
+        lanes, prefix = matmul, ""
     else:
-        activation, source, prefix = "f32", (exact, exact), "exact_"
-    columns, lanes = source
+        activation, columns, lanes, prefix = "f32", exact, exact, "exact_"
     return WeightKernels(
         activation,
         getattr(columns, f"{prefix}matvec_{name}"),

@@ -17,7 +17,6 @@ from ..simd import (
     add,
     as_i8x8,
     constant,
-    dot_i8_i8,
     dot_i16,
     dot_u8_i8,
     fma,
@@ -29,7 +28,6 @@ from ..simd import (
     load_i8x64,
     load_i16x16,
     load_i64,
-    mul,
     pair_sums,
     prefetch,
     shift_left,
@@ -37,7 +35,6 @@ from ..simd import (
     signed_to_i16,
     splat_f32x8,
     splat_f32x16,
-    splat_i32x16,
     store_f32,
     sub,
     total,
@@ -50,14 +47,9 @@ from ..task import Task
 from .blocks import (
     join_32,
     k_scales,
-    q4_0_weights,
-    q4_1_weights,
     q4_k_weights,
-    q5_0_weights,
-    q5_1_weights,
     q5_k_weights,
     q6_k_weights,
-    q8_0_weights,
 )
 
 _RECORD_256 = 320  # bytes of a q8_256 column record per 256 values: q, sums of 16 at 256, d at 288
@@ -171,114 +163,3 @@ def matvec_q5_k(args: int, lo: int, hi: int, scratch: int) -> None:
 @Task
 def matvec_q6_k(args: int, lo: int, hi: int, scratch: int) -> None:
     _matvec_256(_q6_k_step, _in_order, 210, args, lo, hi)
-
-
-# ------------------------------------------------------------------ blocks of 32, two at a time
-@numba.njit(**INLINE)
-def _pair(low, high):
-    """low in lanes 0-7, high in lanes 8-15."""
-    return _halves(splat_f32x8(low), splat_f32x8(high))
-
-
-@numba.njit(**INLINE)
-def _pair_f16(block, second, field):
-    return _pair(load_f16(block + field), load_f16(second + field))
-
-
-@numba.njit(**INLINE)
-def _quads(x):
-    """Sums of four neighbours."""
-    return dot_u8_i8(zero_i32x16(), _ones_i8x64(), x)
-
-
-@numba.njit(**INLINE)
-def _minus_quads(x, bits):
-    """Sums of four neighbours times -2^bits."""
-    return shift_left(sub(zero_i32x16(), _quads(x)), splat_i32x16(bits))
-
-
-@numba.njit(**INLINE)
-def _q4_0_step(block, second, x, d, acc):
-    q = join_32(q4_0_weights(block), q4_0_weights(second))
-    dot = dot_u8_i8(_minus_quads(x, 3), q, x)
-    return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
-
-
-@numba.njit(**INLINE)
-def _q5_0_step(block, second, x, d, acc):
-    q = join_32(q5_0_weights(block), q5_0_weights(second))
-    dot = dot_u8_i8(_minus_quads(x, 4), q, x)
-    return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
-
-
-@numba.njit(**INLINE)
-def _q8_0_step(block, second, x, d, acc):
-    q = join_32(q8_0_weights(block), q8_0_weights(second))
-    dot = dot_i8_i8(zero_i32x16(), q, x, _minus_quads(x, 7))
-    return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
-
-
-@numba.njit(**INLINE)
-def _with_minimum(q, block, second, x, d, acc):
-    dot = dot_u8_i8(zero_i32x16(), q, x)
-    acc = fma(mul(int_to_float(_quads(x)), d), _pair_f16(block, second, 2), acc)
-    return fma(int_to_float(dot), mul(d, _pair_f16(block, second, 0)), acc)
-
-
-@numba.njit(**INLINE)
-def _q4_1_step(block, second, x, d, acc):
-    q = join_32(q4_1_weights(block), q4_1_weights(second))
-    return _with_minimum(q, block, second, x, d, acc)
-
-
-@numba.njit(**INLINE)
-def _q5_1_step(block, second, x, d, acc):
-    q = join_32(q5_1_weights(block), q5_1_weights(second))
-    return _with_minimum(q, block, second, x, d, acc)
-
-
-@numba.njit(**INLINE)
-def _matvec_32(step, block_bytes, args, lo, hi):
-    """An odd last block is paired with itself; the activations there are zero."""
-    weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
-    x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
-    y, y_stride = load_i64(args + 48), load_i64(args + 56)
-    padded = (columns + 63) & ~63
-    for row in range(lo, hi):
-        for token in range(tokens):
-            block, record = weights + row * row_bytes, x + token * x_stride
-            scales = record + padded
-            acc = zero_f32x16()
-            for i in range(0, columns, 64):
-                prefetch(block + _AHEAD)
-                second = block + block_bytes if i + 32 < columns else block
-                d = _pair(load_f32(scales), load_f32(scales + 4))
-                acc = step(block, second, load_i8x64(record + i), d, acc)
-                block += 2 * block_bytes
-                scales += 8
-            store_f32(y + token * y_stride + 4 * row, total(acc))
-
-
-@Task
-def matvec_q4_0(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec_32(_q4_0_step, 18, args, lo, hi)
-
-
-@Task
-def matvec_q4_1(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec_32(_q4_1_step, 20, args, lo, hi)
-
-
-@Task
-def matvec_q5_0(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec_32(_q5_0_step, 22, args, lo, hi)
-
-
-@Task
-def matvec_q5_1(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec_32(_q5_1_step, 24, args, lo, hi)
-
-
-@Task
-def matvec_q8_0(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec_32(_q8_0_step, 34, args, lo, hi)

@@ -1,0 +1,173 @@
+"""Weights in blocks of 32 times one or a few int8 columns: y[t][r] = W[r] . x[t].
+
+Arguments of every task: W address, bytes per row, K, activations (q8_32 column records), bytes per
+record, number of tokens, y f32 address, bytes per token of y. Units: rows of W.
+
+Four blocks at a time: one vector holds the first 16 weights of each, another the last 16, so both add
+up in the same four lanes per block and the scales of the four are handled as one vector.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+from __future__ import annotations
+
+import numba
+
+from ..simd import (
+    INLINE,
+    as_i8x64,
+    as_i16x32,
+    bit_or,
+    bits_to_bytes,
+    constant,
+    dot_signed,
+    dot_u8_i8,
+    fma,
+    gather_f16x4,
+    int_to_float,
+    load_f32x4,
+    load_i8x16,
+    load_i8x64,
+    load_i32x16,
+    load_i64,
+    load_u32,
+    mul,
+    prefetch,
+    shift_left,
+    shift_right_signed,
+    shuffle,
+    signed_start,
+    signed_weights,
+    splat_i32x16,
+    store_f32,
+    total,
+    zero_f32x16,
+    zero_i32x16,
+)
+from ..task import Task
+from .blocks import join_32, low_and_high_nibbles
+
+_RECORD = 256  # bytes of a record per 128 values
+_MINUS_128_SUMS, _SCALES, _SCALED_SUMS = 128, 192, 208
+_AHEAD = 4096  # bytes between what is prefetched and what is used
+
+_join_16 = shuffle(range(32))
+_each_four_times = shuffle([lane // 4 for lane in range(16)])
+_four_i16 = constant("i16", [4] * 32)
+_zero_f32x4 = constant("f32", [0.0] * 4)
+
+
+# ------------------------------------------------------------------ the blocks at addresses a, b, c, d
+@numba.njit(**INLINE)
+def _four_times_16(a, b, c, d, offset):
+    first = _join_16(load_i8x16(a + offset), load_i8x16(b + offset))
+    return join_32(first, _join_16(load_i8x16(c + offset), load_i8x16(d + offset)))
+
+
+@numba.njit(**INLINE)
+def _fifth_bits(bits):
+    return as_i8x64(shift_left(as_i16x32(bits_to_bytes(bits)), _four_i16()))
+
+
+@numba.njit(**INLINE)
+def _five_bits(a, b, c, d, high, low):
+    """q u8 from u1 [32] at offset `high` and u4 [32] at offset `low` of each block."""
+    first, last = low_and_high_nibbles(_four_times_16(a, b, c, d, low))
+    a, b, c, d = load_u32(a + high), load_u32(b + high), load_u32(c + high), load_u32(d + high)
+    first_bits = (a & 0xFFFF) | ((b & 0xFFFF) << 16) | ((c & 0xFFFF) << 32) | (d << 48)
+    last_bits = (a >> 16) | (b & 0xFFFF0000) | ((c >> 16) << 32) | ((d >> 16) << 48)
+    return bit_or(first, _fifth_bits(first_bits)), bit_or(last, _fifth_bits(last_bits))
+
+
+@numba.njit(**INLINE)
+def _dot_from(start, q, x):
+    return dot_u8_i8(dot_u8_i8(start, q[0], load_i8x64(x)), q[1], load_i8x64(x + 64))
+
+
+@numba.njit(**INLINE)
+def _dot_minus(bits, q, x):
+    """The sums of (q - 2^bits) * x."""
+    start = shift_right_signed(load_i32x16(x + _MINUS_128_SUMS), splat_i32x16(7 - bits))
+    return _dot_from(start, q, x)
+
+
+@numba.njit(**INLINE)
+def _q4_0_dot(a, b, c, d, x):
+    return _dot_minus(3, low_and_high_nibbles(_four_times_16(a, b, c, d, 2)), x)
+
+
+@numba.njit(**INLINE)
+def _q4_1_dot(a, b, c, d, x):
+    return _dot_from(zero_i32x16(), low_and_high_nibbles(_four_times_16(a, b, c, d, 4)), x)
+
+
+@numba.njit(**INLINE)
+def _q5_0_dot(a, b, c, d, x):
+    return _dot_minus(4, _five_bits(a, b, c, d, 2, 6), x)
+
+
+@numba.njit(**INLINE)
+def _q5_1_dot(a, b, c, d, x):
+    return _dot_from(zero_i32x16(), _five_bits(a, b, c, d, 4, 8), x)
+
+
+@numba.njit(**INLINE)
+def _q8_0_dot(a, b, c, d, x):
+    start = signed_start(load_i32x16(x + _MINUS_128_SUMS))
+    first, last = _four_times_16(a, b, c, d, 2), _four_times_16(a, b, c, d, 18)
+    first = dot_signed(start, signed_weights(first), load_i8x64(x))
+    return dot_signed(first, signed_weights(last), load_i8x64(x + 64))
+
+
+# ------------------------------------------------------------------ all rows, all tokens
+@numba.njit(**INLINE)
+def _matvec(dot, size, has_minimum, args, lo, hi):
+    """`dot` gives the integer sums of blocks of `size` bytes; `has_minimum`: w = d * q + m.
+
+    Blocks behind the last are the last again; the activations there are zero.
+    """
+    weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+    y, y_stride = load_i64(args + 48), load_i64(args + 56)
+    for row in range(lo, hi):
+        last = weights + row * row_bytes + (columns // 32 - 1) * size
+        for token in range(tokens):
+            a, record = weights + row * row_bytes, x + token * x_stride
+            acc, minima = zero_f32x16(), _zero_f32x4()
+            for _ in range(0, columns, 128):
+                b, c, d = min(a + size, last), min(a + 2 * size, last), min(a + 3 * size, last)
+                prefetch(a + _AHEAD)
+                prefetch(a + _AHEAD + 64)
+                scales = mul(gather_f16x4(a, b, c, d), load_f32x4(record + _SCALES))
+                sums = int_to_float(dot(a, b, c, d, record))
+                acc = fma(sums, _each_four_times(scales, scales), acc)
+                if has_minimum:
+                    m = gather_f16x4(a + 2, b + 2, c + 2, d + 2)
+                    minima = fma(m, load_f32x4(record + _SCALED_SUMS), minima)
+                a += 4 * size
+                record += _RECORD
+            store_f32(y + token * y_stride + 4 * row, total(acc) + total(minima))
+
+
+@Task
+def matvec_q4_0(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec(_q4_0_dot, 18, False, args, lo, hi)
+
+
+@Task
+def matvec_q4_1(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec(_q4_1_dot, 20, True, args, lo, hi)
+
+
+@Task
+def matvec_q5_0(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec(_q5_0_dot, 22, False, args, lo, hi)
+
+
+@Task
+def matvec_q5_1(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec(_q5_1_dot, 24, True, args, lo, hi)
+
+
+@Task
+def matvec_q8_0(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec(_q8_0_dot, 34, False, args, lo, hi)
