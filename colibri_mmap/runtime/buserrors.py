@@ -2,8 +2,8 @@
 
 The system answers the touch of such a page with SIGBUS, whose default ends the process. A native
 handler (Python's own would run too late) maps a page of zeros over it and counts, so that the
-computation finishes; `faults` is then looked at before any result leaves the engine. Addresses
-outside the protected ranges go to the handler that was there before.
+computation finishes; `bus_error_count` is then looked at before any result leaves the engine.
+Addresses outside the protected ranges go to the handler that was there before.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def release(address: int) -> None:
             _libc.sigaction(int(signal.SIGBUS), ctypes.byref(_before), None)
 
 
-def faults() -> tuple[int, int]:
+def bus_error_count() -> tuple[int, int]:
     """How many pages were replaced by zeros so far, and the address of the latest fault."""
     return int(_table[_COUNT // 8]), int(_table[_LAST // 8])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from os import PathLike
 from types import TracebackType
@@ -13,17 +14,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError, ContextLengthError, FormatError
+from ..errors import ArgumentError, ContextLengthError, FormatError, ModelReadError
 from ..format.gguf import GGUF, open_gguf
 from . import scheduler
+from .buserrors import bus_error_count
 from .experts import ExpertStore
-from .kv import KVCache, Trace
+from .kv import KVCache, Trace, cache_bytes
 from .models import load_model
 from .ops import Mode, Ops
-from .pager import ExpertPager
 from .pages import IoCounters, io_counters
 from .pool import Pool, default_threads
-from .ram import RamSettings, open_pager
+from .ram import RamSettings, RamTier, open_ram_tier
 from .sampling import Sampler, Sampling, StopMatcher
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
@@ -34,6 +35,7 @@ KVType = Literal["f16", "f32"]
 Message = Mapping[str, Any]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model together
+_PLANNED_CONTEXT = 4096  # tokens of context that memory is kept for, unless told how many
 _UNSTATED_CONTEXT = 4096  # tokens, where the file does not say what the model was made for
 
 
@@ -103,24 +105,28 @@ class Engine:
         self.tokenizer = Tokenizer.from_gguf(gguf)
         self._weights = Weights(gguf)
         self._pool: Pool | None = None
-        self._pager: ExpertPager | None = None
+        self._tier: RamTier | None = None
         try:
             self._pool = Pool(threads)
             self._ops = Ops(self._pool, mode)
             store = ExpertStore(self._ops)
             self._model = load_model(self._weights, self._ops, store)
-            self._pager = open_pager(self._weights, store, memory)
-            if self._pager is not None:
-                store.pager = self._pager
             self._check_vocabulary()
+            self.context_length = ctx or self._model.context_length or _UNSTATED_CONTEXT
+            planned = min(self.context_length, ctx or _PLANNED_CONTEXT)
+            kv_bytes = cache_bytes(self._model.kv_shapes, planned, kv_type)
+            self._tier = open_ram_tier(self._weights, kv_bytes, memory)
+            if self._tier.pager is not None:
+                store.pager = self._tier.pager
             compile_tasks(model_tasks(gguf, mode, kv_type), progress)
             self.template = ChatTemplate.of(self.tokenizer)
-            self.context_length = ctx or self._model.context_length or _UNSTATED_CONTEXT
+            self._tier.trunk.wait(progress and partial(progress, "reading weights"))
             self._sequence = self._new_sequence(self.context_length)
         except BaseException:
             self.close()
             raise
         self.notices = [*self.tokenizer.notices, *self.template.notices, *self._context_notices()]
+        self.notices += self._tier.notices
         self.stats = Stats()
         self._generation = 0
         self._said: tuple[str, list[int]] = ("", [])
@@ -141,8 +147,8 @@ class Engine:
 
         `mode`: "int8" rounds activations to 8 bit where weights are quantised, "exact" computes
         in float32. `ctx` tokens of context (default: the model's). `kv_type` "f16" (default) or
-        "f32" (default in exact mode). `memory` says how RAM is used. `progress(stage, done, total)` tells of kernels being
-        compiled.
+        "f32" (default in exact mode). `memory` says how RAM is used. `progress(stage, done, total)`
+        tells of kernels being compiled and weights being read.
         """
         if mode not in ("int8", "exact"):
             raise ArgumentError(f"mode {mode!r}: choose int8 or exact")
@@ -165,9 +171,9 @@ class Engine:
 
     def close(self) -> None:
         """End the threads and unmap the files; a second call does nothing."""
-        if self._pager is not None:
-            self._pager.close()
-            self._pager = None
+        if self._tier is not None:
+            self._tier.close()
+            self._tier = None
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -192,10 +198,7 @@ class Engine:
         """
         ids = self._checked(ids)
         sequence = self._new_sequence(len(ids))
-        chunks = [
-            scheduler.step(self._model, self._ops, [(sequence, part)], "all", trace)
-            for part in _chunks(ids)
-        ]
+        chunks = [self._step(sequence, part, "all", trace) for part in _chunks(ids)]
         return np.concatenate(chunks)
 
     # -------------------------------------------------------------------------- generation
@@ -315,9 +318,9 @@ class Engine:
                 self._check_open()
                 if mine != self._generation:
                     raise ArgumentError("another generation was started: this one cannot go on")
-                logits = scheduler.step(
-                    self._model, self._ops, [(self._sequence, [token])], "last"
-                )[0]
+                logits = self._step(self._sequence, [token], "last")[0]
+                if self._tier is not None and self._tier.pager is not None:
+                    self._tier.pager.tick()
             yield from writer.finish()
         finally:
             _count(stats, counters)
@@ -334,7 +337,7 @@ class Engine:
         def read(part: Sequence[int], wanted: Literal["none", "last"]) -> NDArray[np.float32]:
             if progress is not None:
                 progress(len(sequence.ids), len(ids))
-            return scheduler.step(self._model, self._ops, [(sequence, part)], wanted)
+            return self._step(sequence, part, wanted)
 
         *early, final = _chunks(ids[common:])
         for part in early:
@@ -342,6 +345,25 @@ class Engine:
         logits: NDArray[np.float32] = read(final, "last")[0]
         if progress is not None:
             progress(len(ids), len(ids))
+        return logits
+
+    def _step(
+        self,
+        sequence: scheduler.Sequence,
+        tokens: Sequence[int],
+        wanted: Literal["none", "last", "all"],
+        trace: Trace | None = None,
+    ) -> NDArray[np.float32]:
+        """Tokens through the model; ModelReadError if weights vanished while they were used."""
+        before, _ = bus_error_count()
+        logits = scheduler.step(self._model, self._ops, [(sequence, tokens)], wanted, trace)
+        after, address = bus_error_count()
+        if after != before:
+            sequence.rewind(len(sequence.ids) - len(tokens))
+            raise ModelReadError(
+                f"{self._weights.locate(address)} vanished while it was used: the file was cut "
+                "short or replaced, or the disk failed; check it with colibri-mmap verify"
+            )
         return logits
 
     # -------------------------------------------------------------------------- checks

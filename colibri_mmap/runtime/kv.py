@@ -25,6 +25,13 @@ class KVShape:
         return -(-self.value_size // 16) * 16
 
 
+def cache_bytes(shapes: list[KVShape], context: int, kv_type: str) -> int:
+    """What a cache of `context` positions takes, in bytes."""
+    positions = -(-context // KEYS) * KEYS
+    values = sum(s.heads * (s.key_size + s.padded_value_size) for s in shapes)
+    return positions * values * (2 if kv_type == "f16" else 4)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """Where K and V of one layer lie, in the layout of kernels/attention.py; strides in bytes."""

@@ -13,6 +13,7 @@ from ..errors import FormatError
 from ..format.experts import ExpertLayer, expert_layers
 from ..format.gguf import GGUF, TensorInfo
 from ..format.quants import GGMLType, row_bytes
+from . import buserrors
 from .pages import MappedFile
 
 
@@ -75,8 +76,16 @@ class Weights:
 
     def __init__(self, gguf: GGUF) -> None:
         self.gguf = gguf
-        self.files = [MappedFile(shard.path, shard.size) for shard in gguf.shards]
+        self.files: list[MappedFile] = []
         self.expert_layers = expert_layers(gguf)
+        try:
+            for shard in gguf.shards:
+                file = MappedFile(shard.path, shard.size)
+                self.files.append(file)
+                buserrors.protect(file.address, file.size)
+        except BaseException:
+            self.close()
+            raise
 
     def _bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
         return self.files[info.shard].bytes[info.offset : info.offset + info.nbytes]
@@ -143,4 +152,26 @@ class Weights:
     def close(self) -> None:
         """Unmap the files; every address dies."""
         while self.files:
-            self.files.pop().close()
+            file = self.files.pop()
+            buserrors.release(file.address)
+            file.close()
+
+    def locate(self, address: int) -> str:
+        """What lies at an address: the shard, and the tensor or the layer's expert."""
+        for shard, file in enumerate(self.files):
+            offset = address - file.address
+            if 0 <= offset < file.size:
+                return f"{file.path}: {self._name_at(shard, offset)}"
+        return str(self.gguf.path)
+
+    def _name_at(self, shard: int, offset: int) -> str:
+        for number, layer in self.expert_layers.items():
+            for expert in range(layer.n_experts):
+                for extent in layer.extents(expert):
+                    inside = extent.offset <= offset < extent.offset + extent.nbytes
+                    if extent.shard == shard and inside:
+                        return f"layer {number}, expert {expert}"
+        for name, info in self.gguf.tensors.items():
+            if info.shard == shard and info.offset <= offset < info.offset + info.nbytes:
+                return f"tensor {name!r}"
+        return f"byte {offset}"
