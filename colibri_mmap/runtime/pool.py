@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from .simd import INLINE, load_i64, store_i64
 from .task import SCRATCH_BYTES, Task
@@ -248,23 +250,27 @@ class Launch:
 
 
 class Pool:
-    """`threads` threads, the caller included; one launch at a time."""
+    """`threads` threads, the caller included; one launch at a time.
+
+    The threads end with `close`, or when the pool is no longer referred to.
+    """
 
     def __init__(self, threads: int) -> None:
         assert threads >= 1
         self.threads = threads
-        self._memory = np.zeros(threads * SCRATCH_BYTES + 4096, np.uint8)
-        base = -(-self._memory.ctypes.data // 64) * 64
-        self._control, scratch = base, base + 1024
+        memory = np.zeros(threads * SCRATCH_BYTES + 4096, np.uint8)
+        self._control = -(-memory.ctypes.data // 64) * 64
+        scratch = self._control + 1024
         self._scratch = [scratch + n * SCRATCH_BYTES for n in range(threads)]
-        self._workers = [
+        workers = [
             threading.Thread(
                 target=_worker, args=(self._control, own), name="colibri-kernel", daemon=True
             )
             for own in self._scratch[1:]
         ]
-        for worker in self._workers:
+        for worker in workers:
             worker.start()
+        self._end = weakref.finalize(self, _end_workers, self._control, workers, memory)
 
     def run(self, launch: Launch) -> None:
         """Run a launch to its end; other Python threads go on meanwhile."""
@@ -272,10 +278,14 @@ class Pool:
 
     def close(self) -> None:
         """End the threads; the pool cannot be used afterwards."""
-        _stop(self._control)
-        for worker in self._workers:
-            worker.join()
-        self._workers = []
+        self._end()
+
+
+def _end_workers(control: int, workers: list[threading.Thread], memory: NDArray[np.uint8]) -> None:
+    """Stop and join the workers, which use `memory` until then."""
+    _stop(control)
+    for worker in workers:
+        worker.join()
 
 
 def default_threads() -> int:

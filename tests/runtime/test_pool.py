@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -38,8 +39,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def sleepers(pool: Pool) -> int:
     """How many workers sleep on the futex."""
-    word = pool._control + pools._SLEEPERS - pool._memory.ctypes.data
-    return int(pool._memory[word : word + 8].view(np.int64)[0])
+    return ctypes.c_int64.from_address(pool._control + pools._SLEEPERS).value
 
 
 @pytest.fixture(params=[1, 2, 3, 8])
@@ -147,6 +147,15 @@ def test_close_ends_the_threads(threads: int) -> None:
     pool.close()
     pool.close()
     assert threading.active_count() == before
+
+
+def test_a_forgotten_pool_ends_its_threads() -> None:
+    before = threading.active_count()
+    total, step = arrays(64)
+    for _ in range(20):
+        Pool(3).run(Launch([[add_job(total, step, 1)]]))
+    assert threading.active_count() == before
+    assert np.array_equal(total, step * 20)
 
 
 def test_default_threads() -> None:
