@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import ResourceError
 
-# By version: the files with limits, and the fields of memory.stat that cannot be reclaimed. Version 1
-# has sums over the children as total_*, and does not tell kernel memory from caches of the kernel.
+# By version: the files with limits, and the fields of memory.stat that cannot be reclaimed.
+# Version 1 has sums over the children as total_*, and does not tell which kernel memory is a cache.
 _FILES: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {
     1: (("memory.limit_in_bytes",), ("total_rss", "total_shmem")),
     2: (
