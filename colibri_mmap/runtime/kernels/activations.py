@@ -1,6 +1,6 @@
 """Activations in the forms that the weight kernels read: per token (columns) or 16 tokens in the lanes.
 
-    f32     columns: f32 [K padded to 16]              lanes: f32 [K padded to 32][16 tokens]
+    f32     columns: f32 [K padded to 16]              lanes: f32 [K padded to 16][16 tokens]
     q8_32   x = d * q with one d per 32 values
             columns: per 128 values q i8, the first 16 of each block, then the last 16 of each;
             -128 * sums of four q i32 [16], the first and the last 16 together; d f32 [4],
@@ -47,7 +47,6 @@ from ..simd import (
     store,
     store_f32,
     store_i16,
-    store_i32,
     sub,
     to_i8,
     total,
@@ -55,6 +54,7 @@ from ..simd import (
     zero_i32x16,
 )
 from ..task import Task
+from .blocks import load_transposed, store_eight
 
 Q8_32_COLUMN_BYTES = 256
 Q8_256_COLUMN_BYTES = 320
@@ -76,7 +76,7 @@ def f32_column_bytes(columns: int) -> int:
 
 
 def f32_lanes_bytes(columns: int) -> int:
-    return 64 * _up(columns, 32)
+    return 64 * _up(columns, 16)
 
 
 def q8_32_column_bytes(columns: int) -> int:
@@ -206,30 +206,41 @@ def pack_columns_q8_256(args: int, lo: int, hi: int, scratch: int) -> None:
 
 
 # ------------------------------------------------------------------ lanes
+_STAGED_ROW = 1024  # bytes of scratch per token
+_SPILL = 16 * _STAGED_ROW  # scratch for what is not wanted
+
+
+@numba.njit(**INLINE)
+def _stage_floats(source, n, to):
+    """n floats and zeros up to a multiple of 16."""
+    for i in range(0, n - 15, 16):
+        store(to + 4 * i, load_f32x16(source + 4 * i))
+    if n & 15:
+        store(to + 4 * (n & ~15), zero_f32x16())
+        for i in range(n & ~15, n):
+            store_f32(to + 4 * i, load_f32(source + 4 * i))
+
+
 @Task
 def pack_lanes_f32(args: int, lo: int, hi: int, scratch: int) -> None:
     x, x_stride, picked = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     tokens, columns = load_i64(args + 24), load_i64(args + 32)
     out, stride = load_i64(args + 40), load_i64(args + 48)
     for vector in range(lo, hi):
-        to = out + vector * stride
-        for i in range(columns, _padded(columns, 32)):
-            store(to + 64 * i, zero_f32x16())
-        for lane in range(16):
-            index = 16 * vector + lane
-            if index < tokens:
-                source = x + _token(index, picked) * x_stride
-                for i in range(columns):
-                    store_i32(to + 64 * i + 4 * lane, load_i32(source + 4 * i))
-            else:
-                for i in range(columns):
-                    store_i32(to + 64 * i + 4 * lane, 0)
-
-
-@numba.njit(**INLINE)
-def _scatter_32(q, to, lane):
-    for quad in range(8):
-        store_i32(to + 64 * quad + 4 * lane, load_i32(q + 4 * quad))
+        for start in range(0, columns, 256):
+            n, to = min(256, columns - start), out + vector * stride + 64 * start
+            for lane in range(16):
+                index, staged = 16 * vector + lane, scratch + _STAGED_ROW * lane
+                if index < tokens:
+                    source = x + _token(index, picked) * x_stride + 4 * start
+                    _stage_floats(source, n, staged)
+                else:
+                    for i in range(0, n, 16):
+                        store(staged + 4 * i, zero_f32x16())
+            for i in range(0, n, 16):
+                first, last = load_transposed(scratch + 4 * i, _STAGED_ROW)
+                store_eight(to + 64 * i, 64, first)
+                store_eight(to + 64 * i + 512, 64, last)
 
 
 @numba.njit(**INLINE)
@@ -242,21 +253,32 @@ def _minus_sums(q, quads):
 
 
 @numba.njit(**INLINE)
-def _pack_lanes_block(width, source, x_stride, picked, first, tokens, to, scales, scratch):
-    """One block of `width` values of 16 tokens; `scales` is the address of their 16 d."""
+def _stage_rounded(width, source, n, staged, d_at, d_stride):
+    """n values rounded in blocks of `width`; d to `d_at` and on."""
+    for block in range(n // width):
+        d = _scale(source + 4 * width * block, width)
+        store_f32(d_at + d_stride * block, d)
+        for i in range(width * block, width * (block + 1), 32):
+            _round_32(source + 4 * i, d, staged + i)
+
+
+@numba.njit(**INLINE)
+def _pack_256(width, source, x_stride, picked, first, tokens, n, to, d_at, scratch):
+    """q and d of n <= 256 values of 16 tokens; groups of 32 are 640 bytes apart in `to`."""
     for lane in range(16):
-        if first + lane < tokens:
-            x = source + _token(first + lane, picked) * x_stride
-            d = _scale(x, width)
-            for group in range(width // 32):
-                _round_32(x + 128 * group, d, scratch)
-                _scatter_32(scratch, to + 640 * group, lane)
+        staged, index = scratch + _STAGED_ROW * lane, first + lane
+        if index < tokens:
+            x = source + _token(index, picked) * x_stride
+            _stage_rounded(width, x, n, staged, d_at + 4 * lane, Q8_32_LANES_BYTES)
         else:
-            d = np.float32(0)
-            store(scratch, _zero_i8x64())
-            for group in range(width // 32):
-                _scatter_32(scratch, to + 640 * group, lane)
-        store_f32(scales + 4 * lane, d)
+            for i in range(0, n, 64):
+                store(staged + i, _zero_i8x64())
+            for block in range(n // width):
+                store_f32(d_at + Q8_32_LANES_BYTES * block + 4 * lane, np.float32(0))
+    for i in range(0, n, 64):
+        quads, more_quads = load_transposed(scratch + i, _STAGED_ROW)
+        store_eight(to + 20 * i, 64, quads)
+        store_eight(to + 20 * i + 640 if i + 32 < n else scratch + _SPILL, 64, more_quads)
 
 
 @Task
@@ -265,14 +287,14 @@ def pack_lanes_q8_32(args: int, lo: int, hi: int, scratch: int) -> None:
     tokens, columns = load_i64(args + 24), load_i64(args + 32)
     out, stride = load_i64(args + 40), load_i64(args + 48)
     for vector in range(lo, hi):
-        source, to = x, out + vector * stride
-        for _ in range(columns // 32):
-            _pack_lanes_block(
-                32, source, x_stride, picked, 16 * vector, tokens, to, to + 576, scratch
+        for start in range(0, columns, 256):
+            n, to = min(256, columns - start), out + vector * stride + 20 * start
+            source = x + 4 * start
+            _pack_256(
+                32, source, x_stride, picked, 16 * vector, tokens, n, to, to + 576, scratch
             )
-            store(to + 512, _minus_sums(to, 8))
-            source += 128
-            to += Q8_32_LANES_BYTES
+            for group in range(n // 32):
+                store(to + 640 * group + 512, _minus_sums(to + 640 * group, 8))
 
 
 @Task
@@ -283,8 +305,8 @@ def pack_lanes_q8_256(args: int, lo: int, hi: int, scratch: int) -> None:
     for vector in range(lo, hi):
         source, to = x, out + vector * stride
         for _ in range(columns // 256):
-            _pack_lanes_block(
-                256, source, x_stride, picked, 16 * vector, tokens, to, to + 5120, scratch
+            _pack_256(
+                256, source, x_stride, picked, 16 * vector, tokens, 256, to, to + 5120, scratch
             )
             for group in range(8):
                 q = to + 640 * group

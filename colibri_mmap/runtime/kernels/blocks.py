@@ -355,17 +355,17 @@ def _zip_eight(a, b):
 
 
 @numba.njit(**INLINE)
-def load_eight(address):
-    """Eight vectors f32 [16] that lie one after the other."""
+def load_eight(address, stride):
+    """Eight vectors f32 [16]."""
     return (
         load_f32x16(address),
-        load_f32x16(address + 64),
-        load_f32x16(address + 128),
-        load_f32x16(address + 192),
-        load_f32x16(address + 256),
-        load_f32x16(address + 320),
-        load_f32x16(address + 384),
-        load_f32x16(address + 448),
+        load_f32x16(address + stride),
+        load_f32x16(address + 2 * stride),
+        load_f32x16(address + 3 * stride),
+        load_f32x16(address + 4 * stride),
+        load_f32x16(address + 5 * stride),
+        load_f32x16(address + 6 * stride),
+        load_f32x16(address + 7 * stride),
     )
 
 
@@ -382,16 +382,22 @@ def store_eight(address, stride, a):
 
 
 @numba.njit(**INLINE)
+def load_transposed(address, stride):
+    """16 rows of 16 words of 32 bits -> the first eight columns, the last eight columns."""
+    a, b = load_eight(address, stride), load_eight(address + 8 * stride, stride)
+    a, b = _zip_eight(a, b)
+    a, b = _zip_eight(a, b)
+    a, b = _zip_eight(a, b)
+    return _zip_eight(a, b)
+
+
+@numba.njit(**INLINE)
 def store_outputs(sums, rows, tokens, y, y_stride):
     """sums f32 [16 rows][16 tokens] -> y[token][row] of the first rows and tokens."""
     if rows == 16 and tokens == 16:
-        a, b = load_eight(sums), load_eight(sums + 512)
-        a, b = _zip_eight(a, b)
-        a, b = _zip_eight(a, b)
-        a, b = _zip_eight(a, b)
-        a, b = _zip_eight(a, b)
-        store_eight(y, y_stride, a)
-        store_eight(y + 8 * y_stride, y_stride, b)
+        first, last = load_transposed(sums, 64)
+        store_eight(y, y_stride, first)
+        store_eight(y + 8 * y_stride, y_stride, last)
     else:
         for token in range(tokens):
             for row in range(rows):
