@@ -39,8 +39,9 @@ class Result:
     """What a command did; bytes and seconds, for it and all its children.
 
     `status` is negative after a signal. `limit_hits` counts how often the group was full, which for
-    page cache is no error. `device_bytes_read` and `other_processor_seconds` are of the whole
-    machine and tell how quiet it was: the former should be near `process_bytes_read`.
+    page cache is no error. Three tell how quiet the machine was: `device_bytes_read` is of all
+    processes and should be near `process_bytes_read`; `other_processor_seconds`; and
+    `longest_pause_seconds`, in which this harness did not run, so that perhaps nothing did.
     """
 
     command: list[str]
@@ -52,6 +53,7 @@ class Result:
     user_seconds: float
     system_seconds: float
     other_processor_seconds: float
+    longest_pause_seconds: float
     peak_anonymous_bytes: int
     peak_usage_bytes: int
     limit_hits: int
@@ -258,7 +260,7 @@ def _run(
     process = subprocess.Popen(
         ["/bin/sh", "-c", joining + 'exec "$@"', "sh", *command], stdout=output
     )
-    peak, timed_out = _watch(process.pid, group, timeout)
+    watched = _watch(process.pid, group, timeout)
     _, wait_status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - started
     process.returncode = os.waitstatus_to_exitcode(wait_status)
@@ -270,14 +272,15 @@ def _run(
     return Result(
         command=command,
         status=process.returncode,
-        timed_out=timed_out,
+        timed_out=watched.timed_out,
         oom_killed=group.oom_kills() > 0,
         limit_bytes=limit,
         wall_seconds=wall,
         user_seconds=usage.ru_utime,
         system_seconds=usage.ru_stime,
         other_processor_seconds=max(0.0, _busy_seconds() - busy_before - used),
-        peak_anonymous_bytes=peak,
+        longest_pause_seconds=watched.longest_pause_seconds,
+        peak_anonymous_bytes=watched.peak_anonymous_bytes,
         peak_usage_bytes=group.peak_bytes(),
         limit_hits=group.limit_hits(),
         major_faults=usage.ru_majflt,
@@ -289,18 +292,31 @@ def _run(
     )
 
 
-def _watch(pid: int, group: Group, timeout: float | None) -> tuple[int, bool]:
-    """Wait until a child ends; the most anonymous memory seen, and whether it ran out of time."""
-    deadline = time.monotonic() + timeout if timeout is not None else float("inf")
-    peak, timed_out = 0, False
+@dataclass(slots=True)
+class _Watched:
+    """What was seen while a command ran."""
+
+    peak_anonymous_bytes: int = 0
+    longest_pause_seconds: float = 0.0
+    timed_out: bool = False
+
+
+def _watch(pid: int, group: Group, timeout: float | None) -> _Watched:
+    """Sample the group until a child has ended; it is not reaped yet."""
+    seen = _Watched()
+    last = time.monotonic()
+    deadline = last + timeout if timeout is not None else float("inf")
     ended = select.poll()
     descriptor = os.pidfd_open(pid)
     try:
         ended.register(descriptor, select.POLLIN)
         while not ended.poll(_SAMPLING_SECONDS * 1e3):
-            peak = max(peak, group.anonymous_bytes())
-            if not timed_out and time.monotonic() > deadline:
-                timed_out = True
+            now = time.monotonic()
+            seen.longest_pause_seconds = max(seen.longest_pause_seconds, now - last)
+            last = now
+            seen.peak_anonymous_bytes = max(seen.peak_anonymous_bytes, group.anonymous_bytes())
+            if now > deadline and not seen.timed_out:
+                seen.timed_out = True
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except BaseException:
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -308,7 +324,7 @@ def _watch(pid: int, group: Group, timeout: float | None) -> tuple[int, bool]:
         raise
     finally:
         os.close(descriptor)
-    return peak, timed_out
+    return seen
 
 
 def _busy_seconds() -> float:

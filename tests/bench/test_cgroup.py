@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,24 @@ def test_without_root_it_says_so(bench: Path) -> None:
     done = subprocess.run(python(code, bench), capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].endswith("memory limits need root: run this with sudo")
+
+
+@limited
+def test_a_pause_of_the_harness_is_noticed(bench: Path) -> None:
+    code = "print('runs', flush=True); input()"
+    harness = subprocess.Popen(
+        [sys.executable, str(bench / "cgroup.py"), "--", *python(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert harness.stdout is not None
+    assert harness.stdout.readline() == "runs\n"
+    harness.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    time.sleep(0.3)  # the pause that is to be measured
+    paused = time.monotonic() - stopped
+    harness.send_signal(signal.SIGCONT)
+    output, _ = harness.communicate("\n")
+    report = json.loads(output)
+    assert paused <= report["longest_pause_seconds"] <= report["wall_seconds"]
