@@ -9,7 +9,7 @@ from ..errors import ArgumentError, ResourceError
 
 SLACK_EXPERTS = 24  # room for what is read before eviction has caught up
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:(%)|([KMGT]?)(i?B)?)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:(%)|([KMGT])(?:i?B)?|B)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
