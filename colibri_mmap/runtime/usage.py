@@ -2,16 +2,15 @@
 
 One file per model in $XDG_STATE_HOME/colibri-mmap/usage (default ~/.local/state): it warms the
 cache at the start and orders experts for `pack`. Newer uses count more: what is stored is scaled
-down so that the file speaks of at most MEMORY_TOKENS tokens.
+down so that the file speaks of at most MEMORY_TOKENS tokens. It is JSON: {"tokens", "counts"}.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
+import json
 import os
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,15 +74,16 @@ def load_usage(gguf: GGUF, directory: Path | None = None) -> Usage:
     path = _path(gguf, directory)
     nothing = np.zeros(shape)
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            counts, tokens = stored["counts"].astype(np.float64), float(stored["tokens"])
+        stored = json.loads(path.read_bytes())
+        counts, tokens = np.array(stored["counts"], np.float64), float(stored["tokens"])
     except FileNotFoundError:
         return Usage(nothing, 0.0)
-    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        return Usage(nothing, 0.0, (f"{path}: cannot be read, starting afresh ({error})",))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        reason = f"{path}: cannot be read ({type(error).__name__}), counting afresh"
+        return Usage(nothing, 0.0, (reason,))
     sound = counts.shape == shape and np.isfinite(counts).all() and (counts >= 0).all()
     if not sound or not 0 <= tokens < np.inf:
-        return Usage(nothing, 0.0, (f"{path}: holds no counts of this model, starting afresh",))
+        return Usage(nothing, 0.0, (f"{path}: holds no counts of this model, counting afresh",))
     return Usage(counts, tokens)
 
 
@@ -99,26 +99,26 @@ def save_usage(
         return ()
     before = load_usage(gguf, directory)
     fade = min(1.0, max(0.0, MEMORY_TOKENS - tokens) / max(before.tokens, 1.0))
-    merged = (before.counts * fade + counts).astype(np.float32)
+    merged = before.counts * fade + counts
     path = _path(gguf, directory)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, counts=merged, tokens=before.tokens * fade + tokens)
+    total = before.tokens * fade + tokens
+    text = json.dumps({"tokens": round(total, 3), "counts": merged.round(3).tolist()})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, buffer.getvalue())
+        _replace(path, text)
     except OSError as error:
         reason = f"{path}: cannot be written ({error.strerror}), the uses of this run are lost"
         return (*before.notices, reason)
     return before.notices
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, text: str) -> None:
     """Write under a temporary name beside `path`, then take its place."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.")
     temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
         temporary.replace(path)
     except BaseException:
         temporary.unlink()
@@ -126,7 +126,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _path(gguf: GGUF, directory: Path | None) -> Path:
-    return (directory or _state_directory()) / f"{model_identity(gguf)}.npz"
+    return (directory or _state_directory()) / f"{model_identity(gguf)}.json"
 
 
 def _state_directory() -> Path:
