@@ -17,8 +17,8 @@ class MemoryPlan:
     """What lives where, in bytes.
 
     `limit` is what the program may use in all. The trunk, `anonymous_bytes` and `kv_bytes` are
-    always in memory, and experts up to `expert_budget`. `evict`: not all experts fit, so some must
-    leave. `notices` are for the user.
+    always in memory, and experts up to `expert_budget`, at least `least_expert_bytes`. `evict`: not
+    all experts fit, so some must leave. `notices` are for the user.
     """
 
     limit: int
@@ -28,6 +28,7 @@ class MemoryPlan:
     expert_bytes: int
     expert_budget: int
     evict: bool
+    least_expert_bytes: int
     notices: tuple[str, ...] = ()
 
     @property
@@ -90,6 +91,7 @@ def plan_memory(
         expert_bytes=expert_bytes_total,
         expert_budget=budget,
         evict=evict,
+        least_expert_bytes=least,
         notices=tuple(notices),
     )
 

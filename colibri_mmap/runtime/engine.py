@@ -24,6 +24,7 @@ from .models import load_model
 from .ops import Mode, Ops
 from .pages import IoCounters, io_counters
 from .pool import Pool, default_threads
+from .predict import RouterPredictor
 from .ram import RamSettings, RamTier, open_ram_tier
 from .sampling import Sampler, Sampling, StopMatcher
 from .template import ChatTemplate
@@ -35,6 +36,7 @@ KVType = Literal["f16", "f32"]
 Message = Mapping[str, Any]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model together
+_MAINTAIN_EVERY = 16  # tokens
 _PLANNED_CONTEXT = 4096  # tokens of context that memory is kept for, unless told how many
 _UNSTATED_CONTEXT = 4096  # tokens, where the file does not say what the model was made for
 
@@ -118,6 +120,8 @@ class Engine:
             self._tier = open_ram_tier(self._weights, kv_bytes, memory)
             if self._tier.pager is not None:
                 store.pager = self._tier.pager
+                if memory.prefetch:
+                    store.predictor = RouterPredictor(self._ops, store.routers, memory.prefetch)
             compile_tasks(model_tasks(gguf, mode, kv_type), progress)
             self.template = ChatTemplate.of(self.tokenizer)
             self._tier.trunk.wait(progress and partial(progress, "reading weights"))
@@ -319,8 +323,8 @@ class Engine:
                 if mine != self._generation:
                     raise ArgumentError("another generation was started: this one cannot go on")
                 logits = self._step(self._sequence, [token], "last")[0]
-                if self._tier is not None and self._tier.pager is not None:
-                    self._tier.pager.tick()
+                if self._tier is not None and stats.generated_tokens % _MAINTAIN_EVERY == 1:
+                    self._tier.maintain()
             yield from writer.finish()
         finally:
             _count(stats, counters)

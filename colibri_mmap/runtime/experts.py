@@ -17,6 +17,7 @@ from .kernels import elementwise
 from .ops import PRODUCT_OUT, Ops, Packed, combine_job, silu_job
 from .pager import ExpertPager
 from .pool import ARGUMENTS, Job, Launch, job
+from .predict import RouterPredictor
 from .weights import ExpertPartWeights, ExpertWeights, Matrix
 
 _WAVE_SLOTS = 1024  # (token, choice) pairs computed at a time: bounds the memory of prefill
@@ -56,11 +57,13 @@ class ExpertStore:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self.layers: dict[int, ExpertWeights] = {}
+        self.routers: dict[int, Matrix] = {}
+        self.predictor: RouterPredictor | None = None
         self._steps: dict[object, _DecodeStep] = {}
 
-    def add_layer(self, layer: int, experts: ExpertWeights) -> None:
+    def add_layer(self, layer: int, experts: ExpertWeights, router: Matrix) -> None:
         """Make the experts of a layer known; layers come in the order of the forward pass."""
-        self.layers[layer] = experts
+        self.layers[layer], self.routers[layer] = experts, router
 
     def add_experts(self, x: Rows, h: Rows, layer: int, routing: Routing) -> None:
         """x[t] += sum over j of weights[t, j] * expert ids[t, j] of h[t]."""
@@ -95,6 +98,8 @@ class ExpertStore:
                 )
             )
         run(step.combine)
+        if self.predictor is not None:
+            self.pager.prefetch(self._next_layer(layer), self.predictor.guess(h, layer))
 
     # -------------------------------------------------------------------------- many tokens
     def _add_grouped(

@@ -176,7 +176,8 @@ class MixtureOfExperts:
         self.ffn_gate_inp = weights.matrix(
             f"blk.{layer}.ffn_gate_inp.weight", shape.count, shape.width
         )
-        store.add_layer(layer, weights.experts(layer, shape.count, shape.width, shape.hidden))
+        experts = weights.experts(layer, shape.count, shape.width, shape.hidden)
+        store.add_layer(layer, experts, self.ffn_gate_inp)
 
     def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
         logits = ops.linear(h, self.ffn_gate_inp)

@@ -25,7 +25,6 @@ from .policy import ExpertPolicy, Kind
 from .sources import ExpertNumbers, ExpertSource
 
 _WINDOW_BYTES = 256 << 20  # read ahead of the computation in prefill, at most
-_AUDIT_EVERY = 32  # tokens
 _AUDIT_SIZE = 16  # experts
 
 
@@ -80,13 +79,13 @@ class ExpertPager:
         self._failed: dict[int, OSError] = {}
         self._demand: deque[int] = deque()
         self._background: deque[int] = deque()
+        self._announcements: deque[int] = deque()
         self._evictions: deque[int] = deque()
-        self._tokens = 0
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [
             threading.Thread(target=target, name=f"colibri-{target.__name__}", daemon=True)
-            for target in (*[self._prefault] * threads, self._evict)
+            for target in (*[self._prefault] * threads, self._announce, self._evict)
         ]
         for thread in self._threads:
             thread.start()
@@ -104,12 +103,6 @@ class ExpertPager:
         """The counts so far; they start anew."""
         stats, self.stats = self.stats, PagerStats()
         return stats
-
-    def tick(self) -> None:
-        """A token has been computed."""
-        self._tokens += 1
-        if self.distrusts and self._tokens % _AUDIT_EVERY == 0:
-            self._audit()
 
     # -------------------------------------------------------------------------- asking
     def fetch(self, layer: int, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
@@ -163,9 +156,12 @@ class ExpertPager:
             self._read_ahead(queue, group)
             yield arrived
 
-    def prefetch(self, numbers: Sequence[int]) -> None:
-        """Read experts that may be wanted soon, unless something is being waited for."""
-        absent = [n for n in numbers if self._state[n] == State.ABSENT]
+    def prefetch(self, layer: range, experts: Sequence[int]) -> None:
+        """Read experts that may be wanted soon, unless something is being waited for.
+
+        `layer`: the numbers of the layer whose `experts` they are.
+        """
+        absent = [layer[e] for e in experts if self._state[layer[e]] == State.ABSENT]
         if absent and not self._demand:
             self._prefetched[absent] = True
             self.stats.prefetched += len(absent)
@@ -198,6 +194,8 @@ class ExpertPager:
                     self._failed.pop(number, None)
                     self.policy.admit(*self._key(number), kind)
                     queue.append(number)
+                    if kind != "demand":
+                        self._announcements.append(number)
                 elif queue is self._demand and number in self._background:
                     self._background.remove(number)
                     queue.append(number)
@@ -229,6 +227,7 @@ class ExpertPager:
             victims = [layer * count + expert for layer, expert in found]
             self.stats.evicted += len(victims)
             self._state[victims] = State.ABSENT
+            self._prefetched[victims] = False
             self._evictions.extend(victims)
             self._changed.notify_all()
 
@@ -277,7 +276,6 @@ class ExpertPager:
                 number = (self._demand or self._background).popleft()
             error = None
             try:
-                self.source.announce(number)
                 self.source.load(number)
             except OSError as caught:
                 error = caught
@@ -289,6 +287,16 @@ class ExpertPager:
                     self._ahead.discard(number)
                     self._failed[number] = error
                 self._changed.notify_all()
+
+    def _announce(self) -> None:
+        """Have the disk start on queued experts, far ahead of those who wait for them."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._announcements)
+                if self._closed:
+                    return
+                number = self._announcements.popleft()
+            self.source.announce(number)
 
     def _evict(self) -> None:
         """Give back the memory of evicted experts, unless they were asked for again meanwhile."""
@@ -305,8 +313,10 @@ class ExpertPager:
                     continue
             self.source.evict(number)
 
-    def _audit(self) -> None:
+    def audit(self) -> None:
         """Compare some entries of the book with the page cache; what is gone is asked for anew."""
+        if not self.distrusts:
+            return
         ready = np.flatnonzero(self._state == State.READY).tolist()
         for number in random.sample(ready, min(_AUDIT_SIZE, len(ready))):
             if self.source.resident(number) < 0.5:

@@ -25,6 +25,7 @@ PAGE = mmap.PAGESIZE
 ANNOUNCED_PIECE = 128 << 10  # bytes: the smallest read_ahead_kb that systems are shipped with
 
 _MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it from 3.13 on
+_MADV_RANDOM = 1
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)  # a CDLL call releases the GIL, mmap.madvise does not
@@ -85,6 +86,13 @@ class MappedFile:
             if count == 0:
                 raise OSError(errno.EIO, "the file ends early")
             offset += count
+
+    def expect_single_pages(self, offset: int, nbytes: int) -> None:
+        """Touches of a range are far apart: a fault reads one page, and nothing around it."""
+        start = -(-(self.address + offset) // PAGE) * PAGE
+        end = (self.address + offset + nbytes) // PAGE * PAGE
+        if end > start:
+            _libc.madvise(start, end - start, _MADV_RANDOM)
 
     def evict(self, offset: int, nbytes: int) -> None:
         """Let the page cache forget the pages that lie wholly inside a range."""

@@ -12,7 +12,7 @@ from .limits import MemoryLimits, memory_limits
 from .pager import ExpertPager
 from .policy import ExpertPolicy, Key
 from .sources import BufferedExperts, ExpertNumbers, ExpertSource, IoMode, MappedExperts
-from .trunk import Range, Trunk, may_lock, trunk_ranges
+from .trunk import Range, Trunk, mark_embedding, may_lock, trunk_ranges
 from .weights import Weights
 
 IO_MODES = ("mmap", "pread", "direct")
@@ -26,11 +26,13 @@ class RamSettings:
 
     ram: for the whole process, as "8G" or "40%" of what there is; None for what the machine leaves.
     io: how experts are read. lfu_weight: frequency against recency in what is kept, 0 to 1.
-    pin: (layer, expert) that stay. prefetch_threads: how many wait for the disk.
+    pin: (layer, expert) that stay. prefetch: experts of the next layer to guess and read while the
+    disk would idle. prefetch_threads: how many wait for the disk.
     """
 
     ram: str | None = None
     io: IoMode = "mmap"
+    prefetch: int = 0
     prefetch_threads: int = 2
     lfu_weight: float = 0.3
     pin: tuple[Key, ...] = ()
@@ -53,6 +55,17 @@ class RamTier:
     trunk: Trunk
     pager: ExpertPager | None
     notices: tuple[str, ...]
+    shared_bytes: int  # for experts and everything anonymous together
+
+    def maintain(self) -> None:
+        """Give the experts what the program's own memory leaves, which the plan could only guess,
+        and compare the pager's book with the page cache; to be called every few tokens."""
+        if self.pager is not None:
+            self.pager.audit()
+        if self.plan.evict and self.pager is not None and not self.pager.source.is_buffer:
+            self.pager.policy.budget = max(
+                self.plan.least_expert_bytes, self.shared_bytes - _anonymous_now()
+            )
 
     def close(self) -> None:
         """End all threads."""
@@ -99,9 +112,11 @@ def open_ram_tier(weights: Weights, kv_bytes: int, settings: RamSettings) -> Ram
             f"the {plan.trunk_bytes / 1e6:.0f} MB of weights that every token uses cannot be "
             "locked in memory; raise the limit with ulimit -l or LimitMEMLOCK to keep them there"
         )
+    mark_embedding(weights.gguf, weights.files)
     trunk = Trunk(weights.files, ranges, lock=lock)
     pager = _open_pager(weights, plan, settings) if weights.expert_layers else None
-    return RamTier(plan, limits, trunk, pager, tuple(notices))
+    own = plan.anonymous_bytes + plan.kv_bytes + _anonymous_now()
+    return RamTier(plan, limits, trunk, pager, tuple(notices), plan.expert_budget + own)
 
 
 def _open_pager(weights: Weights, plan: MemoryPlan, settings: RamSettings) -> ExpertPager:

@@ -2,7 +2,7 @@
 
 It is read in file order when a model is opened and, where memory is short, locked, so that the
 stream of experts cannot wash it out. An embedding that the output does not share lies outside it: a
-token needs one row of that.
+token needs one row of that, and a fault may read no more.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ def trunk_ranges(gguf: GGUF) -> list[Range]:
         else:
             ranges.append(Range(shard, offset, nbytes, name))
     return ranges
+
+
+def mark_embedding(gguf: GGUF, files: list[MappedFile]) -> None:
+    """Make a fault in an embedding outside the trunk read one page: rows are used at random."""
+    if "output.weight" in gguf.tensors and "token_embd.weight" in gguf.tensors:
+        info = gguf.tensors["token_embd.weight"]
+        files[info.shard].expect_single_pages(info.offset, info.nbytes)
 
 
 def may_lock(nbytes: int) -> bool:
