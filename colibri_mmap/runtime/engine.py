@@ -61,6 +61,11 @@ class Stats:
     decode_seconds: float = 0.0
     bytes_read: int = 0
     major_faults: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
+    wait_seconds: float = 0.0
+    prefetched_experts: int = 0
+    prefetch_hits: int = 0
     finish_reason: str = ""
 
     @property
@@ -76,10 +81,29 @@ class Stats:
     def bytes_read_per_token(self) -> float:
         return self.bytes_read / max(1, self.generated_tokens)
 
+    @property
+    def expert_hit_rate(self) -> float:
+        """The share of chosen experts that were in memory, 0 to 1; 1 for a model without any."""
+        asked = self.expert_hits + self.expert_misses
+        return self.expert_hits / asked if asked else 1.0
+
+    @property
+    def prefetch_precision(self) -> float:
+        """The share of prefetched experts that were used, 0 to 1."""
+        return self.prefetch_hits / max(1, self.prefetched_experts)
+
     def as_dict(self) -> dict[str, float | int | str]:
         """All figures by name, for JSON."""
-        names = (*self.__slots__, "prefill_tokens_per_second", "decode_tokens_per_second")
-        return {name: getattr(self, name) for name in (*names, "bytes_read_per_token")}
+        return {name: getattr(self, name) for name in (*self.__slots__, *_DERIVED)}
+
+
+_DERIVED = (
+    "prefill_tokens_per_second",
+    "decode_tokens_per_second",
+    "bytes_read_per_token",
+    "expert_hit_rate",
+    "prefetch_precision",
+)
 
 
 def _rate(count: int, seconds: float) -> float:
@@ -296,6 +320,8 @@ class Engine:
         self._generation += 1
         mine = self._generation
         self.stats = stats = Stats(prompt_tokens=len(ids), finish_reason="cancelled")
+        if self._tier is not None and self._tier.pager is not None:
+            self._tier.pager.take_stats()
         counters, started = io_counters(), time.perf_counter()
         try:
             logits = self._prefill(ids, stats, progress)
@@ -327,7 +353,7 @@ class Engine:
                     self._tier.maintain()
             yield from writer.finish()
         finally:
-            _count(stats, counters)
+            self._count(stats, counters)
 
     def _prefill(
         self, ids: list[int], stats: Stats, progress: Callable[[int, int], None] | None
@@ -369,6 +395,17 @@ class Engine:
                 "short or replaced, or the disk failed; check it with colibri-mmap verify"
             )
         return logits
+
+    def _count(self, stats: Stats, since: IoCounters) -> None:
+        """Fill in what was read and waited for since a generation began."""
+        used = io_counters() - since
+        stats.bytes_read, stats.major_faults = used.bytes_read, used.major_faults
+        if self._tier is not None and self._tier.pager is not None:
+            paged = self._tier.pager.stats
+            stats.expert_hits, stats.expert_misses = paged.hits, paged.misses
+            stats.wait_seconds = paged.wait_seconds
+            stats.prefetched_experts = paged.prefetched
+            stats.prefetch_hits = paged.prefetch_hits
 
     # -------------------------------------------------------------------------- checks
     def _check_open(self) -> None:
@@ -440,11 +477,6 @@ class _Writer:
                 text, self.stopped = self._matcher.push(self._stream.flush())
                 rest = text + ("" if self.stopped else self._matcher.flush())
             yield Token(self._held.id, self._held.text + rest)
-
-
-def _count(stats: Stats, since: IoCounters) -> None:
-    used = io_counters() - since
-    stats.bytes_read, stats.major_faults = used.bytes_read, used.major_faults
 
 
 def _chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:

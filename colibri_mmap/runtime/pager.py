@@ -168,6 +168,18 @@ class ExpertPager:
             self._queue(absent, "prefetch", self._background)
             self._make_room(absent)
 
+    def warm(self, numbers: Sequence[int]) -> None:
+        """Read these experts, the first most likely to be used, as far as memory allows, in idle
+        moments."""
+        room = self.policy.budget - self.policy.resident_bytes
+        chosen: list[int] = []
+        for number in numbers:
+            room -= int(self.source.sizes[number])
+            if room < 0:
+                break
+            chosen.append(number)
+        self._queue(chosen, "demand", self._background)
+
     def _count(self, numbers: NDArray[np.int64], present: NDArray[np.bool_]) -> None:
         stats, size = self.stats, int(self.source.sizes[numbers[0]])
         hits = int(np.count_nonzero(present))
@@ -194,7 +206,7 @@ class ExpertPager:
                     self._failed.pop(number, None)
                     self.policy.admit(*self._key(number), kind)
                     queue.append(number)
-                    if kind != "demand":
+                    if queue is self._background or kind == "one_shot":
                         self._announcements.append(number)
                 elif queue is self._demand and number in self._background:
                     self._background.remove(number)
