@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import index
 from os import PathLike
@@ -26,9 +25,11 @@ from .pages import IoCounters, io_counters
 from .pool import Pool, default_threads
 from .predict import RouterPredictor
 from .ram import RamSettings, RamTier, open_ram_tier
-from .sampling import Sampler, Sampling, StopMatcher
+from .sampling import Sampler, Sampling
+from .stats import Stats
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
+from .tokenwriter import Token, TokenWriter
 from .warmup import compile_tasks, model_tasks
 from .weights import Weights
 
@@ -39,75 +40,6 @@ PREFILL_CHUNK = 512  # tokens of a prompt that go through the model together
 _MAINTAIN_EVERY = 16  # tokens
 _PLANNED_CONTEXT = 4096  # tokens of context that memory is kept for, unless told how many
 _UNSTATED_CONTEXT = 4096  # tokens, where the file does not say what the model was made for
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A generated token; `text` is what it completes, so pieces can be printed as they come."""
-
-    id: int
-    text: str
-
-
-@dataclass(slots=True)
-class Stats:
-    """Figures of the latest generation; seconds, tokens and bytes."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    ttft_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    bytes_read: int = 0
-    major_faults: int = 0
-    expert_hits: int = 0
-    expert_misses: int = 0
-    wait_seconds: float = 0.0
-    prefetched_experts: int = 0
-    prefetch_hits: int = 0
-    finish_reason: str = ""
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        return _rate(self.prompt_tokens - self.cached_tokens, self.prefill_seconds)
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Tokens after the first, which prefill pays for, per second."""
-        return _rate(self.generated_tokens - 1, self.decode_seconds)
-
-    @property
-    def bytes_read_per_token(self) -> float:
-        return self.bytes_read / max(1, self.generated_tokens)
-
-    @property
-    def expert_hit_rate(self) -> float:
-        """The share of chosen experts that were in memory, 0 to 1; 1 for a model without any."""
-        asked = self.expert_hits + self.expert_misses
-        return self.expert_hits / asked if asked else 1.0
-
-    @property
-    def prefetch_precision(self) -> float:
-        """The share of prefetched experts that were used, 0 to 1."""
-        return self.prefetch_hits / max(1, self.prefetched_experts)
-
-    def as_dict(self) -> dict[str, float | int | str]:
-        """All figures by name, for JSON."""
-        return {name: getattr(self, name) for name in (*self.__slots__, *_DERIVED)}
-
-
-_DERIVED = (
-    "prefill_tokens_per_second",
-    "decode_tokens_per_second",
-    "bytes_read_per_token",
-    "expert_hit_rate",
-    "prefetch_precision",
-)
-
-
-def _rate(count: int, seconds: float) -> float:
-    return count / seconds if seconds > 0 and count > 0 else 0.0
 
 
 class Engine:
@@ -327,7 +259,7 @@ class Engine:
             logits = self._prefill(ids, stats, progress)
             stats.prefill_seconds = time.perf_counter() - started
             decode_started = time.perf_counter()
-            writer = _Writer(self.tokenizer, sampling.stop)
+            writer = TokenWriter(self.tokenizer, sampling.stop)
             while True:
                 token = sampler.sample(logits[: self.tokenizer.vocab_size], ids)
                 if stats.generated_tokens == 0:
@@ -447,36 +379,6 @@ class Engine:
                 "tensor 'token_embd.weight'",
                 f"has {rows} rows, but the tokenizer has {tokens} tokens",
             )
-
-
-class _Writer:
-    """Tokens to text: whole characters only, and nothing of a stop string.
-
-    A token is held back while its text is incomplete, so that what remains at the end can be added.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
-        self._stream = tokenizer.stream(skip_special=True, at_start=False)
-        self._matcher = StopMatcher(stops)
-        self._held: Token | None = None
-        self.stopped = False
-
-    def push(self, token: int) -> Iterator[Token]:
-        if self._held is not None:
-            yield self._held
-        text, self.stopped = self._matcher.push(self._stream.push(token))
-        self._held = Token(token, text)
-        if not (self._stream.pending or self._matcher.pending or self.stopped):
-            yield self._held
-            self._held = None
-
-    def finish(self) -> Iterator[Token]:
-        if self._held is not None:
-            rest = ""
-            if not self.stopped:
-                text, self.stopped = self._matcher.push(self._stream.flush())
-                rest = text + ("" if self.stopped else self._matcher.flush())
-            yield Token(self._held.id, self._held.text + rest)
 
 
 def _chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:

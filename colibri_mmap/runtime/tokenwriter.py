@@ -1,0 +1,47 @@
+"""Generated tokens with their text, ready to be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .sampling import StopMatcher
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token; `text` is what it completes, so pieces can be printed as they come."""
+
+    id: int
+    text: str
+
+
+class TokenWriter:
+    """Tokens to text: whole characters only, and nothing of a stop string.
+
+    A token is held back while its text is incomplete, so that what remains at the end can be added.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self._stream = tokenizer.stream(skip_special=True, at_start=False)
+        self._matcher = StopMatcher(stops)
+        self._held: Token | None = None
+        self.stopped = False
+
+    def push(self, token: int) -> Iterator[Token]:
+        if self._held is not None:
+            yield self._held
+        text, self.stopped = self._matcher.push(self._stream.push(token))
+        self._held = Token(token, text)
+        if not (self._stream.pending or self._matcher.pending or self.stopped):
+            yield self._held
+            self._held = None
+
+    def finish(self) -> Iterator[Token]:
+        if self._held is not None:
+            rest = ""
+            if not self.stopped:
+                text, self.stopped = self._matcher.push(self._stream.flush())
+                rest = text + ("" if self.stopped else self._matcher.flush())
+            yield Token(self._held.id, self._held.text + rest)
