@@ -2,8 +2,8 @@
 
     python bench/kernels.py --peer-python /path/to/venv/bin/python [--only Q4_K] [--seconds 10]
 
-Each sample multiplies one window of matrices (about 48 MB) of a file larger than the L3 cache, by ours
-and by ggml in turn, so that a noisy machine hits both. Both sides include the rounding of the
+Each sample multiplies one window of matrices (about 12 MB) of a file larger than the L3 cache, by
+ours and by ggml in turn, so that a noisy machine hits both. Both sides include the rounding of the
 activations. The peer is the ggml inside llama-cpp-python, called through ctypes; it computes on the
 mapped bytes, without repacking.
 """
@@ -26,7 +26,7 @@ from colibri_mmap.format.quants import GGMLType, block_geometry, row_bytes
 from colibri_mmap.runtime.kernels.registry import ACTIVATIONS, weight_kernels
 from colibri_mmap.runtime.pool import Launch, Pool, job
 
-WINDOW = 48 << 20
+WINDOW = 12 << 20
 FILE = 640 << 20
 SCALE_FIELDS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
 
@@ -41,9 +41,9 @@ class Case:
 
 def cases() -> list[Case]:
     """Mat-vec of decoding, small batches of experts, prompts."""
-    wide = [GGMLType[name] for name in "Q4_K Q5_K Q6_K Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 F16 BF16".split()]
-    experts = [GGMLType[name] for name in "Q4_K Q6_K Q8_0 Q4_0".split()]
-    found = [Case(type, 4096, 4096, 1) for type in wide]
+    experts = [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q8_0, GGMLType.Q4_0]
+    rest = [GGMLType.Q5_K, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.F16, GGMLType.BF16]
+    found = [Case(type, 4096, 4096, 1) for type in experts + rest]
     found += [Case(type, *shape, 1) for type in experts for shape in ((768, 2048), (2048, 768))]
     found += [Case(GGMLType.Q4_1, *shape, 1) for shape in ((1536, 576), (576, 1536))]
     found += [Case(GGMLType.F32, 128, 2048, 1)]

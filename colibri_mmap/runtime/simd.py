@@ -29,7 +29,7 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
 FORMS = ("avx512vnni", "avx2", "generic")
-_SHARED_HELPERS = ("simd.py", "kernels/blocks.py", "kernels/exponential.py")
+_SHARED_HELPERS = ("simd.py", "kernels/blocks.py", "kernels/exponential.py", "kernels/transpose.py")
 _FORCED_TARGET = {
     "avx2": ("haswell", "+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+sse4.2"),
     "generic": ("x86-64", "+sse2"),
@@ -480,7 +480,6 @@ zero_i32x16, zero_f32x16 = constant("i32", [0] * 16), constant("f32", [0] * 16)
 def load_4_words(address):
     """Four int64 from an address on: how a task reads its arguments."""
     return load_i64(address), load_i64(address + 8), load_i64(address + 16), load_i64(address + 24)
-
 
 
 @intrinsic

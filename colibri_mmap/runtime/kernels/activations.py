@@ -1,4 +1,4 @@
-"""Activations in the forms that the weight kernels read: per token (columns) or 16 tokens in the lanes.
+"""Activations as the weight kernels read them: one token (columns) or 16 tokens in the lanes.
 
     f32     columns: f32 [K padded to 16]              lanes: f32 [K padded to 16][16 tokens]
     q8_32   x = d * q with one d per 32 values
@@ -54,7 +54,7 @@ from ..simd import (
     zero_i32x16,
 )
 from ..task import Task
-from .blocks import load_transposed, store_eight
+from .transpose import load_transposed, store_eight
 
 Q8_32_COLUMN_BYTES = 256
 Q8_256_COLUMN_BYTES = 320
@@ -290,9 +290,7 @@ def pack_lanes_q8_32(args: int, lo: int, hi: int, scratch: int) -> None:
         for start in range(0, columns, 256):
             n, to = min(256, columns - start), out + vector * stride + 20 * start
             source = x + 4 * start
-            _pack_256(
-                32, source, x_stride, picked, 16 * vector, tokens, n, to, to + 576, scratch
-            )
+            _pack_256(32, source, x_stride, picked, 16 * vector, tokens, n, to, to + 576, scratch)
             for group in range(n // 32):
                 store(to + 640 * group + 512, _minus_sums(to + 640 * group, 8))
 

@@ -1,7 +1,7 @@
 """Weights of any type, made float32 exactly, times float32 activations: y[t][r] = W[r] . x[t].
 
-The kernels of F32, F16 and BF16 matrices, and of every type where `exact` is asked for. Arguments and
-units as in matvec.py and matmul.py, with f32 records.
+The kernels of F32, F16 and BF16 matrices, and of every type where `exact` is asked for. Arguments
+and units as in matvec_32.py and matmul.py, with f32 records.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
@@ -42,8 +42,8 @@ from .blocks import (
     q5_k_floats,
     q6_k_floats,
     q8_0_floats,
-    store_outputs,
 )
+from .transpose import store_outputs
 
 _CHUNK = 4096  # weights of a row that are made float32 at a time
 
@@ -66,7 +66,7 @@ def _bf16_vector(address):
 
 @numba.njit(**INLINE)
 def _dot(vector, size, floats, w, x, n, scratch):
-    """w . x over n weights of `size` bytes, in one order for any n; x is padded with zeros to 16."""
+    """w . x over n weights of `size` bytes; x is padded with zeros to 16."""
     a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
     for i in range(0, n - 63, 64):
         p, v = w + size * i, x + 4 * i

@@ -1,7 +1,7 @@
 """Quantised weights times vectors of 16 int8 tokens: y[t][r] = W[r] . x[t].
 
-Arguments of every task: W address, bytes per row, K, activations (lanes records of 16 tokens), bytes
-per record, number of tokens, y f32 address, bytes per token of y. Units: rows of W.
+Arguments of every task: W address, bytes per row, K, activations (lanes records of 16 tokens),
+bytes per record, number of tokens, y f32 address, bytes per token of y. Units: rows of W.
 
 Sixteen rows at a time, 256 weights of each are unpacked into scratch once and met with every token
 vector; a tile is 8 rows by 16 tokens, its sums go through scratch between one 256 and the next. The
@@ -60,8 +60,8 @@ from .blocks import (
     q5_k_weights,
     q6_k_weights,
     q8_0_weights,
-    store_outputs,
 )
+from .transpose import store_outputs
 
 _GROUP = 640  # bytes of a lanes record per 32 values: q, sums at 512, sums or scales at 576
 _SCALES_256 = 8 * _GROUP  # the scales of a q8_256 record of 256 values

@@ -1,10 +1,10 @@
-"""Quantised weights times one or a few int8 columns: y[t][r] = W[r] . x[t].
+"""Weights in blocks of 256 times one or a few int8 columns: y[t][r] = W[r] . x[t].
 
-Arguments of every task: W address, bytes per row, K, activations (column records), bytes per record,
-number of tokens, y f32 address, bytes per token of y. Units: rows of W.
+Arguments of every task: W address, bytes per row, K, activations (q8_256 column records), bytes per
+record, number of tokens, y f32 address, bytes per token of y. Units: rows of W.
 
-Rows are read one after the other, as the hardware prefetchers like it, and each row meets all tokens
-while it is in the L1 cache. A row is summed in one order wherever it stands.
+Rows are read one after the other, as the hardware prefetchers like it, and each row meets all
+tokens while it is in the L1 cache. A row is summed in one order wherever it stands.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
@@ -16,6 +16,7 @@ from ..simd import (
     INLINE,
     add,
     as_i8x8,
+    as_i16x32,
     constant,
     dot_i16,
     dot_u8_i8,
@@ -88,7 +89,7 @@ def _in_group_pairs(x):
 @numba.njit(**INLINE)
 def _scaled_dot(acc, w, x, scales):
     """acc + sums of four of w * x, each times the i16 in the low half of its lane of `scales`."""
-    return dot_i16(acc, dot_u8_i8(zero_i32x16(), w, x), scales)
+    return dot_i16(acc, as_i16x32(dot_u8_i8(zero_i32x16(), w, x)), as_i16x32(scales))
 
 
 @numba.njit(**INLINE)

@@ -3,8 +3,8 @@
 Arguments of every task: W address, bytes per row, K, activations (q8_32 column records), bytes per
 record, number of tokens, y f32 address, bytes per token of y. Units: rows of W.
 
-Four blocks at a time: one vector holds the first 16 weights of each, another the last 16, so both add
-up in the same four lanes per block and the scales of the four are handled as one vector.
+Four blocks at a time: one vector holds the first 16 weights of each, another the last 16, so both
+add up in the same four lanes per block, and the scales of the four are handled as one vector.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
@@ -56,7 +56,7 @@ _four_i16 = constant("i16", [4] * 32)
 _zero_f32x4 = constant("f32", [0.0] * 4)
 
 
-# ------------------------------------------------------------------ the blocks at addresses a, b, c, d
+# ------------------------------------------------------------------ blocks at addresses a, b, c, d
 @numba.njit(**INLINE)
 def _four_times_16(a, b, c, d, offset):
     first = _join_16(load_i8x16(a + offset), load_i8x16(b + offset))
