@@ -42,11 +42,12 @@ def bench(
     """Measure the speed of a model.
 
     Each run reads a prompt and writes a reply behind it, from an empty context. A first, short run
-    that compiles the kernels is not counted.
+    that warms up is not counted.
     """
-    from colibri_mmap.cli.console import ProgressBar, results
+    from colibri_mmap.cli.console import messages, results
     from colibri_mmap.cli.opening import open_engine
 
+    console = messages()
     with open_engine(
         model,
         mode=mode,
@@ -54,12 +55,12 @@ def bench(
         ctx=prompt_tokens + reply_tokens,
     ) as engine:
         ids = _prompt(engine, prompt_tokens)
-        with ProgressBar() as bar:
-            _measure(engine, ids, 2)
-            samples = []
-            for number in range(repetitions):
-                bar("measuring", number, repetitions)
-                samples.append(_measure(engine, ids, reply_tokens))
+        _measure(engine, ids, 2)
+        samples = []
+        for number in range(1, repetitions + 1):
+            samples.append(_measure(engine, ids, reply_tokens))
+            if console.is_terminal:
+                console.print(f"run {number} of {repetitions}: {_speeds(samples[-1])}", style="dim")
         report = _report(engine, model, samples)
     if as_json:
         print(json.dumps(report, indent=2))
@@ -85,14 +86,22 @@ def _measure(engine: Engine, ids: list[int], reply_tokens: int) -> dict[str, Any
     return engine.stats.as_dict()
 
 
+def _speeds(sample: dict[str, Any]) -> str:
+    prompt, reply = sample["prefill_tokens_per_second"], sample["decode_tokens_per_second"]
+    return f"prompt {prompt:.1f}, reply {reply:.1f} tokens/s"
+
+
 def _report(engine: Engine, model: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Everything that the numbers depend on, their medians, and all samples."""
+    from colibri_mmap.runtime.simd import FORM
+
     names = ("prefill_tokens_per_second", "decode_tokens_per_second", "bytes_read_per_token")
     return {
         "version": __version__,
         "model": str(model),
         "mode": engine.mode,
         "threads": engine.threads,
+        "kernels": FORM,
         "prompt_tokens": samples[0]["prompt_tokens"],
         "generated_tokens": samples[0]["generated_tokens"],
         **{name: median(sample[name] for sample in samples) for name in names},
@@ -105,7 +114,8 @@ def _table(report: dict[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 3, 0, 0), title_justify="left")
-    table.title = f"{Path(report['model']).name} · {report['mode']} · {report['threads']} threads"
+    settings = (Path(report["model"]).name, report["mode"], report["kernels"])
+    table.title = " · ".join((*settings, f"{report['threads']} threads"))
     table.add_column("tokens/s")
     for name in ("median", "lowest", "highest"):
         table.add_column(name, justify="right")

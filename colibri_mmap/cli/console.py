@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import termios
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 from rich.console import Console
@@ -43,6 +46,23 @@ def messages() -> Console:
 def printable(text: str) -> str:
     """`text` without the control characters that could drive a terminal."""
     return text.translate(_CONTROL_CHARACTERS)
+
+
+@contextmanager
+def silent_keyboard() -> Iterator[None]:
+    """Keep what is typed meanwhile, ^C too, out of the text; the next prompt still receives it."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 class ProgressBar(AbstractContextManager["ProgressBar"]):

@@ -52,7 +52,7 @@ class Interactive:
 
     def run(self) -> None:
         """Read messages and commands, and answer them."""
-        self._say(f"{_title(self._engine)} · /help lists the commands, Ctrl-D leaves")
+        self._say(f"{_title(self._engine)}\n/help lists the commands, Ctrl-D leaves\n")
         prompt: PromptSession[str] = PromptSession(
             history=_history(),
             multiline=True,
@@ -124,6 +124,7 @@ class Interactive:
         self._say(summary(self._engine) + (" · stopped" if reply.interrupted else ""))
         if self._engine.stats.finish_reason == "context":
             self._say(f"{full_context_hint(self._engine)}; /clear begins a new conversation")
+        self._say("")
 
     def _help(self, _: str) -> None:
         table = Table.grid(padding=(0, 3))

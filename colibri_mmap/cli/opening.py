@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colibri_mmap.cli.console import ProgressBar, messages, printable
+from colibri_mmap.cli.console import ProgressBar, messages, printable, silent_keyboard
 from colibri_mmap.cli.options import KVType, Mode
 
-DEMO = (
-    "demo: SmolLM2-135M upcycled to a Mixture of Experts, "
-    "tiny, for demonstration, not a capable assistant"
-)
+DEMO = "demo: SmolLM2-135M upcycled to a Mixture of Experts, not a capable assistant"
 
 if TYPE_CHECKING:
     from colibri_mmap.runtime.engine import Engine
@@ -28,7 +25,7 @@ def open_engine(
     """`Engine.open` with a progress bar; what it had to note goes to stderr."""
     from colibri_mmap import Engine
 
-    with ProgressBar() as bar:
+    with silent_keyboard(), ProgressBar() as bar:
         engine = Engine.open(
             model, mode=mode, threads=threads, ctx=ctx, kv_type=kv_type, progress=bar
         )
@@ -42,7 +39,7 @@ def demo_model() -> Path:
     """The demonstration model, fetched and built on first use."""
     from colibri_mmap.demo import ensure_demo_model
 
-    with ProgressBar("bytes", announce=True) as bar:
+    with silent_keyboard(), ProgressBar("bytes", announce=True) as bar:
         model = ensure_demo_model(progress=bar)
     messages().print(DEMO, style="dim")
     return model

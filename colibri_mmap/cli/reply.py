@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-import termios
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from colibri_mmap.cli.console import ProgressBar
+from colibri_mmap.cli.console import ProgressBar, silent_keyboard
 from colibri_mmap.errors import ContextLengthError
 
 if TYPE_CHECKING:
@@ -36,10 +35,16 @@ class ReplySettings:
 
 
 class Interrupt(AbstractContextManager["Interrupt"]):
-    """Ctrl-C as a request that is honoured between two steps; a second one raises at once."""
+    """Ctrl-C as a request that is honoured between two steps; a second one raises at once.
 
-    def __init__(self) -> None:
+    A first one that raised anywhere could leave the engine in the middle of a change; after the
+    second the engine must not be used again. `on_request` is called once.
+    """
+
+    def __init__(self, on_request: Callable[[], None]) -> None:
         self.requested = False
+        self.urgent = False
+        self._on_request = on_request
 
     def __enter__(self) -> Interrupt:
         self._previous = signal.signal(signal.SIGINT, self._request)
@@ -50,30 +55,15 @@ class Interrupt(AbstractContextManager["Interrupt"]):
 
     def _request(self, _signal: int, _frame: FrameType | None) -> None:
         if self.requested:
+            self.urgent = True
             raise KeyboardInterrupt
         self.requested = True
+        self._on_request()
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self.requested:
             raise KeyboardInterrupt
-
-
-@contextmanager
-def silent_keyboard() -> Iterator[None]:
-    """Keep what is typed meanwhile, ^C too, out of the text; the next prompt still receives it."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    keyboard = sys.stdin.fileno()
-    before = termios.tcgetattr(keyboard)
-    silent = [*before]
-    silent[3] &= ~termios.ECHO
-    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +80,20 @@ def stream_reply(
     settings: ReplySettings,
     write: Callable[[str], None],
 ) -> Reply:
-    """Pass the reply to `write` piece by piece; Ctrl-C ends it after the token in work."""
+    """Pass the reply to `write` piece by piece.
+
+    Ctrl-C ends it after the token, or the part of the prompt, that is being worked on; a second one
+    raises KeyboardInterrupt.
+    """
     text: list[str] = []
-    with silent_keyboard(), Interrupt() as interrupt, ProgressBar() as bar:
+    bar = ProgressBar()
+    interrupt = Interrupt(lambda: bar("stopping (Ctrl-C again leaves at once)", 0, 0))
 
-        def report_prompt(done: int, total: int) -> None:
-            interrupt.check()
-            bar("reading the prompt", done, total)
+    def report_prompt(done: int, total: int) -> None:
+        interrupt.check()
+        bar("reading the prompt", done, total)
 
+    with silent_keyboard(), interrupt, bar:
         try:
             pieces = engine.chat(
                 messages,
@@ -115,6 +111,8 @@ def stream_reply(
         except ContextLengthError as error:
             raise ContextLengthError(f"{error} (-c)") from None
         except KeyboardInterrupt:
+            if interrupt.urgent:
+                raise
             return Reply("".join(text), interrupted=True)
     return Reply("".join(text), interrupted=False)
 

@@ -31,3 +31,11 @@ def test_bench_as_a_table(colibri: Colibri, mini: Path) -> None:
     assert "exact" in text
     assert "prompt of 40 tokens" in text
     assert "reply of 5 tokens" in text
+
+
+def test_warmup_leaves_nothing_to_compile(colibri: Colibri, mini: Path) -> None:
+    assert colibri("warmup", "-m", mini / MODEL).returncode == 0
+    done = colibri("warmup", "-m", mini / MODEL)
+    assert done.returncode == 0
+    assert done.stdout.endswith(b" kernels are ready, 0 of them new\n")
+    assert done.stderr == b""

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from program import ROOT, Colibri
 
+from colibri_mmap import __version__
+
 HEAVY = ("numpy", "numba", "torch", "cupy", "tokenizers", "jinja2", "prompt_toolkit", "gguf")
-COMMANDS = ("chat", "pack", "verify", "inspect", "bench", "warmup")
+COMMANDS = ([], ["chat"], ["pack"], ["verify"], ["inspect"], ["bench"], ["warmup"])
 
 
-@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from colibri_mmap.cli import app\n"
-        f"try: app({[*arguments, '--help']})\n"
-        f"finally: print(*sorted(set(sys.modules) & set({HEAVY})), file=sys.stderr)"
+        f"for command in {COMMANDS}:\n"
+        "    try: app([*command, '--help'])\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        f"print(*sorted(set(sys.modules) & set({HEAVY})), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0
-    assert "Usage: " in done.stdout
+    assert done.stdout.count("Usage: ") == len(COMMANDS)
     assert done.stderr.strip() == ""
 
 
 def test_help_is_quick(colibri: Colibri) -> None:
-    def seconds() -> float:
-        start = time.perf_counter()
-        assert colibri("--help").returncode == 0
-        return time.perf_counter() - start
+    """In seconds of processor time, which other work on the machine does not lengthen."""
 
-    assert min(seconds() for _ in range(5)) < 0.5
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert colibri("--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 def test_version(colibri: Colibri) -> None:
-    assert colibri("--version").stdout.decode() == f"colibri-mmap {version('colibri-mmap')}\n"
+    assert colibri("--version").stdout.decode() == f"colibri-mmap {__version__}\n"
 
 
 def test_a_wrong_option_is_status_2_with_a_hint(colibri: Colibri) -> None:
@@ -52,7 +57,6 @@ def test_a_wrong_option_is_status_2_with_a_hint(colibri: Colibri) -> None:
     "arguments",
     [
         ["chat", "-m", "absent.gguf", "-p", "Hi"],
-        ["bench", "-m", "absent.gguf"],
         ["inspect", "absent.gguf"],
         ["verify", "absent.gguf"],
         ["pack", "absent.gguf", "packed.gguf"],
@@ -72,15 +76,16 @@ def test_a_traceback_is_shown_on_request(colibri: Colibri) -> None:
     assert b"Traceback" in colibri("inspect", "absent.gguf", COLIBRI_DEBUG="1").stderr
 
 
-@pytest.mark.parametrize("name", ["bad_magic_case", "big_endian", "t_off_overlap", "n_kv_huge"])
-def test_a_broken_file_is_one_line_and_status_1(colibri: Colibri, data: Path, name: str) -> None:
-    path = data / "hostile" / f"{name}.gguf"
-    for arguments in (["inspect", path], ["chat", "-m", path, "-p", "Hi"]):
-        done = colibri(*arguments)
-        assert done.returncode == 1
-        assert done.stdout == b""
-        assert done.stderr.decode().startswith(f"error: {path}: ")
-        assert done.stderr.count(b"\n") == 1
+@pytest.mark.parametrize("arguments", [["inspect"], ["chat", "-p", "Hi", "-m"]])
+def test_a_broken_file_is_one_line_and_status_1(
+    colibri: Colibri, data: Path, arguments: list[str]
+) -> None:
+    path = data / "hostile" / "t_off_overlap.gguf"
+    done = colibri(*arguments, path)
+    assert done.returncode == 1
+    assert done.stdout == b""
+    assert done.stderr.decode().startswith(f"error: {path}: ")
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_chat_without_a_model_says_what_to_do(colibri: Colibri) -> None:
