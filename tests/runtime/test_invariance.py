@@ -124,7 +124,13 @@ with Engine.open(sys.argv[1]) as engine:
 """
 
 
-@pytest.mark.parametrize("form", FORMS[FORMS.index(FORM) + 1 :])
+BELOW = FORMS[FORMS.index(FORM) + 1 :]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [*BELOW[:1], *(pytest.param(form, marks=pytest.mark.slow) for form in BELOW[1:])],
+)
 def test_instruction_sets(mini: Path, form: str) -> None:
     model = mini / "mixtral" / "mixtral.Q8_0.gguf"
     ran = subprocess.run(
