@@ -18,7 +18,6 @@ for tokens [lo, hi) themselves, K, output address, bytes per output record. Unit
 Arguments of `pack_lanes`: the same with the number of tokens before K. Units: vectors of 16 tokens.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 from __future__ import annotations
 
 import numba

@@ -14,7 +14,6 @@ Every function takes the address of one block and returns vectors. Block layouts
                                                        w = d * scale * (q - 32), per 16
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 from __future__ import annotations
 
 import numba

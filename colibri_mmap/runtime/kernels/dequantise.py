@@ -4,7 +4,6 @@ Arguments of every task: source address, bytes per row, row length K, destinatio
 destination row, address of int64 row numbers or 0 for rows [lo, hi) themselves. Units: rows.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 from __future__ import annotations
 
 import numba

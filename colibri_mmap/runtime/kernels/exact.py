@@ -4,7 +4,6 @@ The kernels of F32, F16 and BF16 matrices, and of every type where `exact` is as
 and units as in matvec_32.py and matmul.py, with f32 records.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 from __future__ import annotations
 
 import numba

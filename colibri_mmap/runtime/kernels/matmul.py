@@ -8,7 +8,6 @@ vector; a tile is 8 rows by 16 tokens, its sums go through scratch between one 2
 tokens are in the lanes, so one integer dot product serves 16 tokens and four weights.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 from __future__ import annotations
 
 import numba

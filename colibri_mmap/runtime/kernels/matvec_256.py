@@ -7,7 +7,6 @@ Rows are read one after the other, as the hardware prefetchers like it, and each
 tokens while it is in the L1 cache. A row is summed in one order wherever it stands.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 from __future__ import annotations
 
 import numba

@@ -7,7 +7,6 @@ Four blocks at a time: one vector holds the first 16 weights of each, another th
 add up in the same four lanes per block, and the scales of the four are handled as one vector.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 from __future__ import annotations
 
 import numba

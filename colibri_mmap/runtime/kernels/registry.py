@@ -16,7 +16,7 @@ from . import activations, dequantise, exact, matmul, matvec_32, matvec_256
 Mode = Literal["int8", "exact"]
 
 _COLUMNS_LIMIT = {"f32": 8, "q8_32": 4, "q8_256": 4}  # the measured cross-over
-_BLOCK_KERNELS = {32: ("q8_32", matvec_32), 256: ("q8_256", matvec_256)}
+_INT8 = {32: ("q8_32", matvec_32), 256: ("q8_256", matvec_256)}  # by weights per block
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,13 @@ def weight_kernels(type: GGMLType, mode: Mode) -> WeightKernels | None:
     block = block_geometry(type)[0]
     if not hasattr(exact, f"exact_matvec_{name}"):
         return None
-    if mode == "int8" and block in _BLOCK_KERNELS:
-        activation, columns = _BLOCK_KERNELS[block]
-        lanes, prefix = matmul, ""
+    if mode == "int8" and block in _INT8:
+        activation, columns = _INT8[block]
+        pair = getattr(columns, f"matvec_{name}"), getattr(matmul, f"matmul_{name}")
     else:
-        activation, columns, lanes, prefix = "f32", exact, exact, "exact_"
-    return WeightKernels(
-        activation,
-        getattr(columns, f"{prefix}matvec_{name}"),
-        getattr(lanes, f"{prefix}matmul_{name}"),
-        block,
-        _COLUMNS_LIMIT[activation],
-    )
+        activation = "f32"
+        pair = getattr(exact, f"exact_matvec_{name}"), getattr(exact, f"exact_matmul_{name}")
+    return WeightKernels(activation, *pair, block, _COLUMNS_LIMIT[activation])
 
 
 def dequantise_task(type: GGMLType) -> Task | None:

@@ -1,6 +1,5 @@
 """16 x 16 words transposed in registers: from tokens to lanes and back."""
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 from __future__ import annotations
 
 import numba
