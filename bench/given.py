@@ -3,7 +3,7 @@
 Which token comes next does not depend on what the engine computes, so that two engines do the same
 work. With --peer it is llama.cpp without repacking, in an interpreter that lacks this package.
 
-    .venv/bin/python bench/given.py MODEL.gguf IDS.json --prompt 64 --set ram=2000000000
+    .venv/bin/python bench/given.py MODEL.gguf IDS.json --prompt 64 --set ram=2G
     PEER/bin/python bench/given.py MODEL.gguf IDS.json --prompt 64 --peer
 """
 
@@ -15,10 +15,13 @@ import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 Step = Callable[[list[int]], object]
+Counts = Callable[[], dict[str, float]]
+"""What an engine itself counted since the last call."""
 
 
 def counters() -> dict[str, float]:
@@ -45,35 +48,41 @@ def phase(before: dict[str, float], tokens: int) -> dict[str, float]:
     }
 
 
-def read(step: Step, ids: list[int], prompt: int, seconds: float) -> dict[str, Any]:
+def read(step: Step, ids: list[int], prompt: int, seconds: float, counts: Counts) -> dict[str, Any]:
     """Costs of the prompt and of the single tokens behind it, which end after `seconds`."""
     before = counters()
     step(ids[:prompt])
-    report = {"prefill": phase(before, prompt)}
+    report = {"prefill": phase(before, prompt) | counts()}
     before, done = counters(), 0
     while done < len(ids) - prompt and time.perf_counter() - before["seconds"] < seconds:
         step([ids[prompt + done]])
         done += 1
-    return report | ({"decode": phase(before, done)} if done else {})
+    return report | ({"decode": phase(before, done) | counts()} if done else {})
 
 
 def ours(arguments: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
     from colibri_mmap import Engine, __version__
-    from colibri_mmap.runtime import scheduler
+    from colibri_mmap.runtime.engine import _MAINTAIN_EVERY
     from colibri_mmap.runtime.kv import Trace
+    from colibri_mmap.runtime.ram import RamSettings
     from colibri_mmap.runtime.tracefile import TraceHeader, TraceWriter
 
+    kinds = {"prefetch": int, "prefetch_threads": int, "lfu_weight": float}
     options = dict(setting.split("=", 1) for setting in arguments.set)
-    values = {name: int(text) if text.isdigit() else text for name, text in options.items()}
+    memory = RamSettings(**{name: kinds.get(name, str)(text) for name, text in options.items()})
     before = counters()
     with ExitStack() as stack:
         engine = stack.enter_context(
-            Engine.open(arguments.model, threads=arguments.threads, ctx=len(ids), **values)
+            Engine.open(arguments.model, threads=arguments.threads, ctx=len(ids), memory=memory)
         )
-        sequence = engine._sequence
+        tier, sequence = engine._tier, engine._sequence
+        assert tier is not None
+        assert tier.pager is not None, "a model without experts needs no memory tier"
+        pager = tier.pager
         report: dict[str, Any] = {
             "engine": f"colibri-mmap {__version__}",
             "kv_bytes": sequence.cache._memory.bytes.size,
+            "reserve_bytes": tier.limits.available - tier.plan.limit,
             "open": phase(before, 1),
         }
         writer = None
@@ -81,12 +90,18 @@ def ours(arguments: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
             writer = stack.enter_context(TraceWriter(arguments.trace, TraceHeader.of(engine.gguf)))
 
         def step(part: list[int]) -> None:
+            """As Engine.generate does it, but for the choice of the token."""
             trace = Trace()
-            scheduler.step(engine._model, engine._ops, [(sequence, part)], "last", trace)
+            engine._step(sequence, part, "last", trace)
+            if len(sequence.ids) % _MAINTAIN_EVERY == 1:
+                tier.maintain()
             if writer is not None:
                 writer.write(trace.experts)
 
-        return report | read(step, ids, arguments.prompt, arguments.seconds)
+        def counts() -> dict[str, float]:
+            return asdict(pager.take_stats())
+
+        return report | read(step, ids, arguments.prompt, arguments.seconds, counts)
 
 
 def peers(arguments: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
@@ -99,7 +114,7 @@ def peers(arguments: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
             "engine": f"llama-cpp-python {llama_cpp.__version__}",
             "open": phase(before, 1),
         }
-        return report | read(peer.decode, ids, arguments.prompt, arguments.seconds)
+        return report | read(peer.decode, ids, arguments.prompt, arguments.seconds, dict)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from colibri_mmap.runtime.tokenizer import Tokenizer
 
 LONG_PROMPT, SHORT_PROMPT = 512, 64  # tokens; the long one at the lowest limit
 _TIMEOUT_SECONDS = 240.0
-_ATTEMPTS = 3  # at a run that is disturbed
+_ATTEMPTS = 5  # at a run that is disturbed
 _MOST_FOREIGN_READS = 0.2  # of the run's own bytes
 _LONGEST_PAUSE_SECONDS = 1.0
 
@@ -127,16 +127,11 @@ class Bench:
         report = json.loads(result.output.splitlines()[-1])
         if cell.engine == "peer":
             return Run(cell, result, report, "")
-        needs = Needs.of(self._trace, self._budget(result))
+        assert result.limit_bytes is not None
+        used = result.peak_anonymous_bytes + self._bytes.resident_trunk + report["reserve_bytes"]
+        needs = Needs.of(self._trace, result.limit_bytes - used)
         reads_per_expert = report["prefill"]["bytes_read"] / needs.prompt_experts
         return Run(cell, result, report, "", needs.lru_per_token, reads_per_expert)
-
-    def _budget(self, result: Result) -> int:
-        """The memory that a run had for experts."""
-        assert result.limit_bytes is not None
-        reserve = int(self._arguments.reserve_mb * 1e6)
-        used = result.peak_anonymous_bytes + self._bytes.resident_trunk + reserve
-        return result.limit_bytes - used
 
     def _command(self, cell: Cell) -> list[str]:
         self._ids_file.write_text(json.dumps(self._ids[: cell.prompt + self._arguments.decode]))
@@ -191,25 +186,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8, help="for decoding, then it ends")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], help="NAME=VALUE for this engine")
-    parser.add_argument("--reserve-mb", type=float, default=64, help="memory not for experts")
     parser.add_argument("--pause", type=float, default=0, help="seconds between runs")
     parser.add_argument("--json", type=Path, help="file for all figures")
     arguments = parser.parse_args()
     if "peer" in arguments.engines and not arguments.peer_python:
         parser.error("--peer-python is needed, or --engines ours")
-    runs = []
+    runs: list[Run] = []
+    stopped = ""
     try:
         with tempfile.TemporaryDirectory() as directory:
-            bench = Bench(arguments, Path(directory))
-            if "ours" in arguments.engines:
-                bench.compile_kernels()
-            for cell in plan(arguments):
-                run = bench.run(cell)
-                runs.append(run)
-                speed = "" if run.failure else f"{run.value('decode', 'tokens_per_second'):.2f}"
-                print(f"{cell}: {run.failure or speed}", file=sys.stderr, flush=True)
+            measure(arguments, Path(directory), runs)
     except ColibriError as error:
-        raise SystemExit(f"error: {error}") from error
+        stopped = f"error: {error}"
     found = checks(runs)
     if arguments.json:
         setting = {name: str(value) for name, value in vars(arguments).items()}
@@ -218,7 +206,19 @@ def main() -> None:
         arguments.json.write_text(json.dumps(figures, indent=1))
     print_cells(runs)
     print_checks(found)
-    sys.exit(not all(check.holds for check in found))
+    sys.exit(stopped or not all(check.holds for check in found))
+
+
+def measure(arguments: argparse.Namespace, directory: Path, runs: list[Run]) -> None:
+    """Append all runs of the plan to `runs`, which keeps those before an error."""
+    bench = Bench(arguments, directory)
+    if "ours" in arguments.engines:
+        bench.compile_kernels()
+    for cell in plan(arguments):
+        run = bench.run(cell)
+        runs.append(run)
+        speed = "" if run.failure else f"{run.value('decode', 'tokens_per_second'):.2f} tokens/s"
+        print(f"{cell}: {run.failure or speed}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

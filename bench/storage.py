@@ -8,6 +8,7 @@ import mmap
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from colibri_mmap.errors import ResourceError
 
 _SECTOR = 512  # bytes: the unit of the kernel's counters, whatever the disk's own is
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-_DROP_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,22 @@ def cached_bytes(path: Path) -> int:
     return int((residency & 1).sum()) * mmap.PAGESIZE
 
 
-def drop_page_cache(files: Sequence[Path]) -> None:
-    """Empty the machine's page cache; ResourceError if a page of these files stays in it."""
-    for _ in range(_DROP_ATTEMPTS):
+def drop_page_cache(files: Sequence[Path], patience: float = 20.0) -> None:
+    """Empty the machine's page cache.
+
+    Pages of these files that another process maps stay: after `patience` seconds a ResourceError.
+    """
+    deadline = time.monotonic() + patience
+    while True:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("1")
-        remaining = {path: kept for path in files if (kept := cached_bytes(path))}
-        if not remaining:
+        kept = {path: nbytes for path in files if (nbytes := cached_bytes(path))}
+        if not kept:
             return
-    path, kept = next(iter(remaining.items()))
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    path, nbytes = next(iter(kept.items()))
     raise ResourceError(
-        f"{path}: {kept / 1e6:.1f} MB stay in the page cache; end the process that has it mapped"
+        f"{path}: {nbytes / 1e6:.1f} MB stay in the page cache; end the process that has it mapped"
     )

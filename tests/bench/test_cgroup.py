@@ -166,7 +166,7 @@ def test_a_mapped_and_touched_file_cannot_be_dropped(file: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"touched\n"
         with pytest.raises(ResourceError, match=r"random\.bin: .* stay in the page cache"):
-            drop_page_cache([file])
+            drop_page_cache([file], patience=0)
     finally:
         holder.communicate(b"\n")
     drop_page_cache([file])
