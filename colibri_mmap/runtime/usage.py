@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..format.experts import expert_layers
 from ..format.gguf import GGUF, GGUFArray
+from .state import replace_file, state_directory
 
 MEMORY_TOKENS = 50_000.0  # older uses fade once more tokens than these are known
 
@@ -104,36 +103,15 @@ def save_usage(
     total = before.tokens * fade + tokens
     text = json.dumps({"tokens": round(total, 3), "counts": merged.round(3).tolist()})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, text)
+        replace_file(path, text)
     except OSError as error:
         reason = f"{path}: cannot be written ({error.strerror}), the uses of this run are lost"
         return (*before.notices, reason)
     return before.notices
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write under a temporary name beside `path`, then take its place."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink()
-        raise
-
-
 def _path(gguf: GGUF, directory: Path | None) -> Path:
-    return (directory or _state_directory()) / f"{model_identity(gguf)}.json"
-
-
-def _state_directory() -> Path:
-    """Where state is kept; relative values of the variable are invalid by the specification."""
-    home = Path(os.environ.get("XDG_STATE_HOME", ""))
-    base = home if home.is_absolute() else Path.home() / ".local/state"
-    return base / "colibri-mmap" / "usage"
+    return (directory or state_directory("usage")) / f"{model_identity(gguf)}.json"
 
 
 def _shape(gguf: GGUF) -> tuple[int, int]:
