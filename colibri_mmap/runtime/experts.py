@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Rows
-from .kernels import elementwise
-from .ops import PRODUCT_OUT, Ops, Packed, combine_job, silu_job
+from .kernels.routing import GROUP_BY_TWO_BEST, SOFTMAX, route_top_k
+from .ops import PRODUCT_OUT, Ops, Packed, combine_job, float_bits, silu_job
 from .pager import ExpertPager
 from .pool import ARGUMENTS, Job, Launch, job
 from .predict import RouterPredictor
-from .weights import ExpertPartWeights, ExpertWeights, Matrix
+from .weights import ExpertPartWeights, ExpertWeights, Matrix, Vector
 
 _WAVE_SLOTS = 1024  # (token, choice) pairs computed at a time: bounds the memory of prefill
 _ALL_USED = 4  # choices per expert from which on nearly all of a layer's experts are used
@@ -34,14 +34,34 @@ class Routing:
     weights_address: int
 
 
-def softmax_top_k(ops: Ops, logits: Rows, k: int, *, normalise: bool) -> Routing:
-    """The k experts with the largest softmax probability; `normalise`: their weights sum to 1."""
-    arena, count = ops.arena, logits.count
+@dataclass(frozen=True, slots=True)
+class RouterShape:
+    """How a router chooses `used` of `count` experts, in the words of the GGUF keys.
+
+    normalise: the weights of the chosen ones sum to 1, before `scale`. With `groups` > 1 only the
+    `groups_used` best groups are eligible, ranked as `group_rule` says (kernels/routing.py).
+    """
+
+    count: int
+    used: int
+    gating: int = SOFTMAX
+    normalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_used: int = 1
+    group_rule: int = GROUP_BY_TWO_BEST
+
+
+def route(ops: Ops, logits: Rows, shape: RouterShape, bias: Vector | None = None) -> Routing:
+    """The experts of each token; `bias` [count] takes part in the choice only."""
+    arena, count, k = ops.arena, logits.count, shape.used
     ids_address, weights = arena.take(8 * count * k), arena.rows(count, k)
     words = (logits.address, logits.stride, logits.width, k, ids_address, weights.address)
-    key = ("softmax_top_k", count, *words, normalise) if count == 1 else None
-    task = elementwise.softmax_top_k
-    ops.run(key, lambda: [[job(task, count, 16, *words, int(normalise))]])
+    groups = (shape.groups, shape.groups_used, shape.group_rule)
+    more = (shape.gating, bias.address if bias else 0, *groups, int(shape.normalise))
+    key = ("route", *words, *more) if count == 1 else None
+    scale = float_bits(shape.scale)
+    ops.run(key, lambda: [[job(route_top_k, count, 16, *words, *more, scale)]])
     ids = arena.integers(ids_address, count * k).reshape(count, k)
     return Routing(ids, arena.view(weights), ids_address, weights.address)
 

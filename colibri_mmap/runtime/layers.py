@@ -15,7 +15,7 @@ import numpy as np
 
 from ..format.gguf import GGUF
 from .arena import Rows
-from .experts import ExpertStore, softmax_top_k
+from .experts import ExpertStore, RouterShape, route
 from .kv import Batch, KVShape
 from .ops import Ops
 from .rope import rope_frequencies
@@ -145,43 +145,40 @@ class GatedFeedForward:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """`count` routed experts of width `hidden`, `used` per token; `normalise`: weights sum to 1."""
+    """Routed experts that map `width` values through `hidden` ones, and how they are chosen."""
 
     width: int
     hidden: int
-    count: int
-    used: int
-    normalise: bool
+    router: RouterShape
 
     @classmethod
     def from_gguf(cls, gguf: GGUF, hidden_key: str, *, normalise: bool) -> ExpertsShape:
-        """The shape that the usual keys describe; `hidden_key` holds the width of an expert."""
+        """Softmax routing over all experts; `hidden_key` holds the width of an expert."""
         count = gguf.int(".expert_count", minimum=1)
+        used = gguf.int(".expert_used_count", minimum=1, maximum=count)
         return cls(
             gguf.int(".embedding_length", minimum=1),
             gguf.int(hidden_key, minimum=1),
-            count,
-            gguf.int(".expert_used_count", minimum=1, maximum=count),
-            normalise,
+            RouterShape(count, used, normalise=normalise),
         )
 
 
 class MixtureOfExperts:
-    """x += the weighted sum of the experts that softmax routing chooses for h."""
+    """x += the weighted sum of the experts that the router chooses for h."""
 
     def __init__(
         self, weights: Weights, layer: int, shape: ExpertsShape, store: ExpertStore
     ) -> None:
         self.shape, self.layer, self.store = shape, layer, store
-        self.ffn_gate_inp = weights.matrix(
-            f"blk.{layer}.ffn_gate_inp.weight", shape.count, shape.width
-        )
-        experts = weights.experts(layer, shape.count, shape.width, shape.hidden)
+        prefix, count = f"blk.{layer}.", shape.router.count
+        self.ffn_gate_inp = weights.matrix(prefix + "ffn_gate_inp.weight", count, shape.width)
+        self.exp_probs_b = weights.optional_vector(prefix + "exp_probs_b.bias", count)
+        experts = weights.experts(layer, count, shape.width, shape.hidden)
         store.add_layer(layer, experts, self.ffn_gate_inp)
 
     def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
         logits = ops.linear(h, self.ffn_gate_inp)
-        routing = softmax_top_k(ops, logits, self.shape.used, normalise=self.shape.normalise)
+        routing = route(ops, logits, self.shape.router, self.exp_probs_b)
         if batch.trace is not None:
             batch.trace.record(self.layer, routing.ids, routing.weights)
         self.store.add_experts(x, h, self.layer, routing)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from ..format.experts import expert_layers
 from ..format.gguf import GGUF
 from ..format.quants import GGMLType
-from .kernels import attention, elementwise
+from .kernels import attention, elementwise, routing
 from .kernels.registry import ACTIVATIONS, Mode, dequantise_task, weight_kernels
 from .task import Task, compile_all
 
 Progress = Callable[[str, int, int], None]
 
-_ELEMENTWISE = ("rms_norm", "rope", "silu_mul", "add_rows", "combine_experts", "softmax_top_k")
+_ELEMENTWISE = ("rms_norm", "rope", "silu_mul", "add_rows", "combine_experts")
 
 
 def model_tasks(gguf: GGUF, mode: Mode, kv_type: str) -> list[Task]:
@@ -51,9 +51,8 @@ def compile_tasks(tasks: list[Task], progress: Progress | None) -> int:
 
 def _fixed_tasks(kv_type: str) -> list[Task]:
     names = [f"append_kv_{kv_type}", f"attention_{kv_type}"]
-    return [getattr(elementwise, name) for name in _ELEMENTWISE] + [
-        getattr(attention, name) for name in names
-    ]
+    tasks = [getattr(elementwise, name) for name in _ELEMENTWISE]
+    return [*tasks, routing.route_top_k, *(getattr(attention, name) for name in names)]
 
 
 def _matrix_tasks(types: Iterable[GGMLType], mode: Mode) -> list[Task]:

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, gating and routing against float64, at every width."""
+"""Norms, rotary embedding and gating against float64, at every width."""
 
 from __future__ import annotations
 
@@ -156,52 +156,3 @@ def test_rope(run, half_split: bool, size: int, rotated: int) -> None:
     assert np.abs(got - exact).max() <= 1e-6
     assert np.array_equal(got[..., rotated:], before[..., rotated:])
     assert_surroundings_kept(x)
-
-
-# ------------------------------------------------------------------------------ routing
-def top_k(run, logits: np.ndarray, k: int, normalise: bool) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.full((len(logits), k), -1, np.int64)
-    weights = np.full((len(logits), k), np.nan, np.float32)
-    words = (logits.shape[1], k, ids.ctypes.data, weights.ctypes.data, int(normalise))
-    run(elementwise.softmax_top_k, len(logits), *at(logits), *words)
-    return ids, weights
-
-
-@pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize(
-    ("experts", "k"), [(1, 1), (2, 1), (8, 2), (8, 8), (60, 4), (64, 64), (128, 8), (257, 6)]
-)
-def test_softmax_top_k(run, experts: int, k: int, normalise: bool) -> None:
-    logits = rows(experts) * 3
-    wide = logits.astype(float)
-    shares = np.exp(wide - wide.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
-    order = np.argsort(-wide, axis=1, kind="stable")[:, :k]
-    exact = np.take_along_axis(shares, order, 1)
-    if normalise:
-        exact /= exact.sum(axis=1, keepdims=True)
-    ids, weights = top_k(run, logits, k, normalise)
-    assert np.array_equal(ids, order)
-    assert np.abs(weights - exact).max() <= 2e-6 * exact.max()
-
-
-def test_ties_go_to_the_lower_expert(run) -> None:
-    logits = np.zeros((ROWS, 9), np.float32)
-    logits[1, 3:] = 1
-    logits[2] = [0, 1, 0, 1, 0, 1, 0, 1, 0]
-    logits[3] = -np.arange(9)
-    logits[4] = np.arange(9)
-    ids, weights = top_k(run, logits, 5, normalise=True)
-    expected = [[0, 1, 2, 3, 4], [3, 4, 5, 6, 7], [1, 3, 5, 7, 0], [0, 1, 2, 3, 4], [8, 7, 6, 5, 4]]
-    assert ids.tolist() == expected
-    assert (weights[0] == weights[0, 0]).all()
-
-
-def test_routing_over_a_wide_range(run) -> None:
-    """Probabilities that underflow are chosen last, once each."""
-    logits = np.array([[-500, 500, -400, 0, -np.inf, 499]], np.float32)
-    ids, weights = top_k(run, logits, 6, normalise=True)
-    assert ids[0, :2].tolist() == [1, 5]
-    assert sorted(ids[0].tolist()) == [0, 1, 2, 3, 4, 5]
-    assert np.abs(weights.sum() - 1) <= 1e-6
-    assert (weights[0, 2:] == 0).all()

@@ -21,7 +21,6 @@ from ..simd import (
     splat_f32x16,
     store,
     store_f32,
-    store_i64,
     total,
     zero_f32x16,
 )
@@ -146,37 +145,3 @@ def combine_experts(args: int, lo: int, hi: int, scratch: int) -> None:
                 part_one = load_f32(y + load_i64(slot + 8 * j) * y_stride + 4 * i)
                 one += load_f32(weight + 4 * j) * part_one
             store_f32(target + 4 * i, load_f32(source + 4 * i) + one)
-
-
-@Task
-def softmax_top_k(args: int, lo: int, hi: int, scratch: int) -> None:
-    """The k experts with the largest softmax probability, best first, ties to the lower number.
-
-    Arguments: router logits, stride, experts, k, ids int64 [T, k], weights float32 [T, k],
-    normalise (1: the k weights are divided by their sum).
-    """
-    logits, stride, experts, k = load_4_words(args)
-    ids, weights, normalise, _ = load_4_words(args + 32)
-    for token in range(lo, hi):
-        row, chosen, weight = logits + token * stride, ids + token * k * 8, weights + token * k * 4
-        top = load_f32(row)
-        for e in range(1, experts):
-            top = max(top, load_f32(row + 4 * e))
-        denominator = top * 0.0
-        for e in range(experts):
-            store_f32(scratch + 4 * e, math.exp(load_f32(row + 4 * e) - top))
-            denominator += load_f32(scratch + 4 * e)
-        picked = top * 0.0
-        for j in range(k):
-            best = 0
-            for e in range(1, experts):
-                if load_f32(scratch + 4 * e) > load_f32(scratch + 4 * best):
-                    best = e
-            store_i64(chosen + 8 * j, best)
-            share = load_f32(scratch + 4 * best) / denominator
-            store_f32(weight + 4 * j, share)
-            store_f32(scratch + 4 * best, -1.0)
-            picked += share
-        if normalise:
-            for j in range(k):
-                store_f32(weight + 4 * j, load_f32(weight + 4 * j) / picked)
