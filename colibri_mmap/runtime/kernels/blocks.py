@@ -70,10 +70,10 @@ _thirty_two = constant("i8", [32] * 64)
 _four_x16 = constant("i16", [4] * 16)
 _four_x32 = constant("i16", [4] * 32)
 _none_then_four = constant("i16", [0] * 8 + [4] * 8)
-_left_4_2 = constant("i16", [4] * 16 + [2] * 16)
-_left_3_1 = constant("i16", [3] * 16 + [1] * 16)
-_right_0_2 = constant("i16", [0] * 16 + [2] * 16)
-_right_1_3 = constant("i16", [1] * 16 + [3] * 16)
+_left_4_3, _left_2_1, _left_4_2, _right_0_1, _right_0_2, _right_0_4, _right_2_3 = (
+    constant("i16", [low] * 16 + [high] * 16)
+    for low, high in ((4, 3), (2, 1), (4, 2), (0, 1), (0, 2), (0, 4), (2, 3))
+)
 
 
 # ------------------------------------------------------------------ blocks of 32: weights i8 [32]
@@ -139,11 +139,22 @@ def low_and_high_nibbles(packed):
 
 
 @numba.njit(**INLINE)
+def _two_groups(address):
+    """32 bytes -> u4 [64]: the low nibbles, then the high ones."""
+    packed = load_i8x32(address)
+    both = shift_right(as_i16x32(_twice_32(packed, packed)), _right_0_4())
+    return bit_and(as_i8x64(both), _nibbles_64())
+
+
+@numba.njit(**INLINE)
 def q4_k_weights(block):
-    """q u8: groups of 32 numbered (0, 2), (1, 3), (4, 6), (5, 7)."""
-    w0, w1 = low_and_high_nibbles(load_i8x64(block + 16))
-    w2, w3 = low_and_high_nibbles(load_i8x64(block + 80))
-    return w0, w1, w2, w3
+    """q u8 in order."""
+    return (
+        _two_groups(block + 16),
+        _two_groups(block + 48),
+        _two_groups(block + 80),
+        _two_groups(block + 112),
+    )
 
 
 @numba.njit(**INLINE)
@@ -153,16 +164,14 @@ def _with_bit_4(low, high):
 
 @numba.njit(**INLINE)
 def q5_k_weights(block):
-    """q u8: groups of 32 numbered (0, 2), (1, 3), (4, 6), (5, 7)."""
+    """q u8 in order; bit g of a byte of `high` belongs to group g of 32."""
     bits = load_i8x32(block + 16)
     high = as_i16x32(_twice_32(bits, bits))
-    w0, w1 = low_and_high_nibbles(load_i8x64(block + 48))
-    w2, w3 = low_and_high_nibbles(load_i8x64(block + 112))
     return (
-        _with_bit_4(w0, shift_left(high, _left_4_2())),
-        _with_bit_4(w1, shift_left(high, _left_3_1())),
-        _with_bit_4(w2, shift_right(high, _right_0_2())),
-        _with_bit_4(w3, shift_right(high, _right_1_3())),
+        _with_bit_4(_two_groups(block + 48), shift_left(high, _left_4_3())),
+        _with_bit_4(_two_groups(block + 80), shift_left(high, _left_2_1())),
+        _with_bit_4(_two_groups(block + 112), shift_right(high, _right_0_1())),
+        _with_bit_4(_two_groups(block + 144), shift_right(high, _right_2_3())),
     )
 
 
@@ -267,23 +276,23 @@ def q8_0_floats(source, n, out):
 
 @numba.njit(**INLINE)
 def _store_k_groups(out, w, group, block, scales, mins):
-    """The groups `group` and `group + 2` of Q4_K or Q5_K."""
+    """The groups `group` and `group + 1` of Q4_K or Q5_K."""
     d, dmin = load_f16(block), load_f16(block + 2)
     for half in range(2):
-        shift = 8 * (group + 2 * half)
+        shift = 8 * (group + half)
         scale = d * np.float32((scales >> shift) & 63)
         offset = dmin * np.float32((mins >> shift) & 63)
         q = low_32(w, w) if half == 0 else high_32(w, w)
-        _store_scaled(out + 128 * (group + 2 * half), q, scale, -offset)
+        _store_scaled(out + 128 * (group + half), q, scale, -offset)
 
 
 @numba.njit(**INLINE)
 def _store_k_block(out, block, weights):
     scales, mins = k_scales(block + 4)
     _store_k_groups(out, weights[0], 0, block, scales, mins)
-    _store_k_groups(out, weights[1], 1, block, scales, mins)
+    _store_k_groups(out, weights[1], 2, block, scales, mins)
     _store_k_groups(out, weights[2], 4, block, scales, mins)
-    _store_k_groups(out, weights[3], 5, block, scales, mins)
+    _store_k_groups(out, weights[3], 6, block, scales, mins)
 
 
 @numba.njit(**INLINE)

@@ -47,7 +47,6 @@ from ..simd import (
 )
 from ..task import Task
 from .blocks import (
-    high_32,
     join_32,
     k_scales,
     low_32,
@@ -76,12 +75,10 @@ _VECTORS = 128  # token vectors that fit
 # ------------------------------------------------------------------ 256 weights of a row unpacked
 @numba.njit(**INLINE)
 def _unpack_k(w, block, to):
-    for pair in range(2):
-        even, odd = (w[0], w[1]) if pair == 0 else (w[2], w[3])
-        store(to + 128 * pair, low_32(even, even))
-        store(to + 128 * pair + 32, low_32(odd, odd))
-        store(to + 128 * pair + 64, high_32(even, even))
-        store(to + 128 * pair + 96, high_32(odd, odd))
+    store(to, w[0])
+    store(to + 64, w[1])
+    store(to + 128, w[2])
+    store(to + 192, w[3])
     scales, mins = k_scales(block + 4)
     d, dmin = splat_f32x8(load_f16(block)), splat_f32x8(load_f16(block + 2))
     store(to + _SCALES, mul(int_to_float(unsigned_to_i32(as_i8x8(scales))), d))

@@ -24,7 +24,6 @@ from ..simd import (
     load_f16,
     load_f32,
     load_i8x16,
-    load_i8x32,
     load_i8x64,
     load_i16x16,
     load_i64,
@@ -45,7 +44,6 @@ from ..simd import (
 )
 from ..task import Task
 from .blocks import (
-    join_32,
     k_scales,
     q4_k_weights,
     q5_k_weights,
@@ -62,8 +60,9 @@ _five_i32x8 = constant("i32", [5] * 8)
 _ones_i8x64 = constant("i8", [1] * 64)
 _halves = shuffle([*range(8), *range(8, 16)])
 _twice_each = shuffle([i // 2 for i in range(16)])
-_lanes_02, _lanes_13 = shuffle([0] * 8 + [2] * 8), shuffle([1] * 8 + [3] * 8)
-_lanes_46, _lanes_57 = shuffle([4] * 8 + [6] * 8), shuffle([5] * 8 + [7] * 8)
+_eights_0, _eights_2, _eights_4, _eights_6 = (
+    shuffle([lane + i // 8 for i in range(16)]) for lane in (0, 2, 4, 6)
+)
 _quads_0, _quads_4, _quads_8, _quads_12 = (
     shuffle([lane + i // 4 for i in range(16)]) for lane in (0, 4, 8, 12)
 )
@@ -71,18 +70,8 @@ _quads_0, _quads_4, _quads_8, _quads_12 = (
 
 # ------------------------------------------------------------------ blocks of 256
 @numba.njit(**INLINE)
-def _in_order(x):
+def _values(x):
     return load_i8x64(x), load_i8x64(x + 64), load_i8x64(x + 128), load_i8x64(x + 192)
-
-
-@numba.njit(**INLINE)
-def _in_group_pairs(x):
-    """Groups of 32 in the order of q4_k_weights."""
-    x0 = join_32(load_i8x32(x), load_i8x32(x + 64))
-    x1 = join_32(load_i8x32(x + 32), load_i8x32(x + 96))
-    x2 = join_32(load_i8x32(x + 128), load_i8x32(x + 192))
-    x3 = join_32(load_i8x32(x + 160), load_i8x32(x + 224))
-    return x0, x1, x2, x3
 
 
 @numba.njit(**INLINE)
@@ -97,10 +86,10 @@ def _k_step(w, block, x, sums, d, acc, minus):
     scale_bytes, min_bytes = k_scales(block + 4)
     scales = unsigned_to_i32(as_i8x8(scale_bytes))
     mins = as_i8x8(min_bytes)
-    even = _scaled_dot(zero_i32x16(), w[0], x[0], _lanes_02(scales, scales))
-    odd = _scaled_dot(zero_i32x16(), w[1], x[1], _lanes_13(scales, scales))
-    even = _scaled_dot(even, w[2], x[2], _lanes_46(scales, scales))
-    odd = _scaled_dot(odd, w[3], x[3], _lanes_57(scales, scales))
+    even = _scaled_dot(zero_i32x16(), w[0], x[0], _eights_0(scales, scales))
+    odd = _scaled_dot(zero_i32x16(), w[1], x[1], _eights_2(scales, scales))
+    even = _scaled_dot(even, w[2], x[2], _eights_4(scales, scales))
+    odd = _scaled_dot(odd, w[3], x[3], _eights_6(scales, scales))
     least = pair_sums(unsigned_to_i16(_twice_each(mins, mins)), sums)
     acc = fma(int_to_float(add(even, odd)), splat_f32x16(d * load_f16(block)), acc)
     minus = fma(int_to_float(least), splat_f32x8(d * load_f16(block + 2)), minus)
@@ -132,7 +121,7 @@ def _q6_k_step(block, x, sums, d, acc, minus):
 
 
 @numba.njit(**INLINE)
-def _matvec_256(step, arrange, block_bytes, args, lo, hi):
+def _matvec_256(step, block_bytes, args, lo, hi):
     weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
     y, y_stride = load_i64(args + 48), load_i64(args + 56)
@@ -143,7 +132,7 @@ def _matvec_256(step, arrange, block_bytes, args, lo, hi):
             for _ in range(columns // 256):
                 for line in range(0, block_bytes, 64):
                     prefetch(block + _AHEAD + line)
-                values, sums = arrange(record), load_i16x16(record + _SUMS)
+                values, sums = _values(record), load_i16x16(record + _SUMS)
                 acc, minus = step(block, values, sums, load_f32(record + _SCALE), acc, minus)
                 block += block_bytes
                 record += _RECORD_256
@@ -152,14 +141,14 @@ def _matvec_256(step, arrange, block_bytes, args, lo, hi):
 
 @Task
 def matvec_q4_k(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec_256(_q4_k_step, _in_group_pairs, 144, args, lo, hi)
+    _matvec_256(_q4_k_step, 144, args, lo, hi)
 
 
 @Task
 def matvec_q5_k(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec_256(_q5_k_step, _in_group_pairs, 176, args, lo, hi)
+    _matvec_256(_q5_k_step, 176, args, lo, hi)
 
 
 @Task
 def matvec_q6_k(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec_256(_q6_k_step, _in_order, 210, args, lo, hi)
+    _matvec_256(_q6_k_step, 210, args, lo, hi)
