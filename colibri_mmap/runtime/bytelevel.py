@@ -35,6 +35,9 @@ def token_bytes(text: str) -> bytes:
     except KeyError:
         return text.encode()
 
+# Bytes that no UTF-8 text has, those of unassigned planes, and control characters but tab, LF, CR.
+_NOT_IN_TEXT = {0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100), 0x7F, *range(32)} - {9, 10, 13}
+
 
 class ByteLevelEncoder:
     """Turns plain text into ids of a byte-level vocabulary; it knows no special tokens."""
@@ -48,7 +51,8 @@ class ByteLevelEncoder:
             # A word of plain text that spells a control token must not become that token.
             if vocabulary.texts[token] not in needed:
                 del ids[vocabulary.texts[token]]
-        self.missing_bytes = len(BYTE_OF.keys() - ids.keys())
+        missing = {BYTE_OF[character] for character in BYTE_OF.keys() - ids.keys()}
+        self.missing_bytes = len(missing - _NOT_IN_TEXT)
         self._library = _build(ids, merges, pre)
 
     def encode(self, text: str) -> list[int]:
