@@ -313,7 +313,8 @@ def test_text_outside_the_byte_alphabet_stands_for_itself(bytelevel: Write) -> N
 
 
 def test_missing_bytes_are_noticed(bytelevel: Write) -> None:
-    tokenizer = bytelevel(retyped={"\u0100": CONTROL, "x": CONTROL})
+    """Not those that no text has, such as NUL, which stands as U+0100 in the vocabulary."""
+    tokenizer = bytelevel(retyped={"\u0100": CONTROL, "x": CONTROL, "\u010a": CONTROL})
     assert tokenizer.notices == [
         "the vocabulary lacks 2 of 256 bytes; text with them is lost",
     ]
