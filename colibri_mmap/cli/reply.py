@@ -130,7 +130,7 @@ def summary(engine: Engine) -> str:
     return " · ".join(
         (
             f"{stats.decode_tokens_per_second:.1f} tok/s",
-            f"first token {stats.ttft_seconds:.2f} s",
+            f"TTFT {stats.ttft_seconds:.2f} s",
             f"{stats.bytes_read_per_token / 1e9:.2f} GB read/token",
             f"{stats.generated_tokens} tokens",
             f"context {used}/{engine.context_length}",
