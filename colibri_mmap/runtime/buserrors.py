@@ -1,9 +1,9 @@
 """Pages that vanish: what happens when a mapped model file is truncated or its disk fails.
 
 The system answers the touch of such a page with SIGBUS, whose default ends the process. A native
-handler (Python's own would run too late) maps a page of zeros over it and counts, so that the
-computation finishes; `bus_error_count` is then looked at before any result leaves the engine.
-Addresses outside the protected ranges go to the handler that was there before.
+handler (Python's own would run too late) maps zeros over the whole protected range and notes the
+address, so that the computation finishes soon; `Protection.take_fault` is then asked before any
+result leaves the engine. Other addresses go to the handler that was there before.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import load_i64, store_i64
+from .simd import load_i32, load_i64, store_i64
 
 _SYMBOL = "colibri_bus_error_table"
-_MOST_RANGES = 1024
-_COUNT, _LAST, _RANGES, _PREVIOUS, _FIRST = 0, 8, 16, 24, 32  # byte offsets in the table
-_PAGE = mmap.PAGESIZE
+_MOST_RANGES = 4096
+_PREVIOUS, _COUNT, _FIRST = 0, 8, 16  # byte offsets in the table: a handler, a number, the entries
+_BEGIN, _END, _FAULT, _ENTRY = 0, 8, 16, 24  # byte offsets in an entry, and its size
 _SYS_MMAP = {"x86_64": 9}.get(platform.machine(), 222)
 _PROT_READ, _PRIVATE_FIXED_ANONYMOUS = 1, 0x02 | 0x10 | 0x20
-_SI_ADDR = 16  # of siginfo_t, on 64-bit Linux
+_SI_CODE, _SI_ADDR = 8, 16  # of siginfo_t, on 64-bit Linux
 _SA_SIGINFO = 4
 _I64 = ir.IntType(64)
 
-_table = np.zeros(_FIRST // 8 + 2 * _MOST_RANGES, np.int64)
+_table = np.zeros((_FIRST + _ENTRY * _MOST_RANGES) // 8, np.int64)
+_entries = _table[_FIRST // 8 :].reshape(-1, _ENTRY // 8)
 # A symbol rather than a constant: the handler's machine code is cached across processes.
 llvm.add_symbol(_SYMBOL, _table.ctypes.data)
-_lock = threading.Lock()
 
 
 @intrinsic
@@ -53,15 +53,15 @@ def _table_address(typing: Any) -> Any:
 
 
 @intrinsic
-def _map_zeros(typing: Any, address: Any) -> Any:
+def _map_zeros(typing: Any, address: Any, nbytes: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I64], var_arg=True)
         function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
-        words = (_PAGE, _PROT_READ, _PRIVATE_FIXED_ANONYMOUS, -1, 0)
+        words = (_PROT_READ, _PRIVATE_FIXED_ANONYMOUS, -1, 0)
         constants = [ir.Constant(_I64, word) for word in words]
-        return builder.call(function, [ir.Constant(_I64, _SYS_MMAP), arguments[0], *constants])
+        return builder.call(function, [ir.Constant(_I64, _SYS_MMAP), *arguments, *constants])
 
-    return types.int64(types.int64), generate
+    return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -87,16 +87,17 @@ def _restore_default(typing: Any) -> Any:
 
 
 def _on_bus_error(number, info, context):
-    """Zeros over a protected page; anything else as it was before."""
+    """Zeros over a protected range; anything else as it was before."""
     table = _table_address()
     address = load_i64(info + _SI_ADDR)
-    for index in range(load_i64(table + _RANGES)):
-        entry = table + _FIRST + 16 * index
-        if load_i64(entry) <= address < load_i64(entry + 8):
-            _map_zeros(address & ~(_PAGE - 1))
-            store_i64(table + _LAST, address)
-            store_i64(table + _COUNT, load_i64(table + _COUNT) + 1)
-            return
+    if load_i32(info + _SI_CODE) > 0:  # else it was sent by a process, and there is no address
+        for index in range(load_i64(table + _COUNT)):
+            entry = table + _FIRST + _ENTRY * index
+            begin, end = load_i64(entry + _BEGIN), load_i64(entry + _END)
+            if begin <= address < end:
+                store_i64(entry + _FAULT, address)
+                _map_zeros(begin, end - begin)
+                return
     previous = load_i64(table + _PREVIOUS)
     if previous > 1:
         _call_handler(previous, number, info, context)
@@ -115,46 +116,66 @@ class _Action(ctypes.Structure):
     )
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_before = _Action()
+class _Handler:
+    """The handler, installed while any range is protected."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._compiled: Any = None  # must outlive the signal handler that it is
+        self._before: _Action | None = None
+        self._sigaction = ctypes.CDLL(None).sigaction
+
+    def install(self) -> None:
+        if self._before is not None:
+            return
+        if self._compiled is None:
+            kind = types.void(types.int32, types.int64, types.int64)
+            self._compiled = cfunc(kind, nopython=True, cache=True)(_on_bus_error)
+        self._before = _Action()
+        action = _Action(handler=self._compiled.address, flags=_SA_SIGINFO)
+        self._sigaction(int(signal.SIGBUS), ctypes.byref(action), ctypes.byref(self._before))
+        _table[_PREVIOUS // 8] = self._before.handler or 0
+
+    def remove(self) -> None:
+        """Bring the previous handler back, unless another was installed since, on top of ours."""
+        current = _Action()
+        self._sigaction(int(signal.SIGBUS), None, ctypes.byref(current))
+        if self._before is not None and current.handler == self._compiled.address:
+            self._sigaction(int(signal.SIGBUS), ctypes.byref(self._before), None)
+            self._before = None
 
 
-def protect(address: int, nbytes: int) -> None:
-    """Faults in [address, address + nbytes) read as zeros and are counted, until `release`."""
-    with _lock:
-        count = int(_table[_RANGES // 8])
-        assert count < _MOST_RANGES
-        _table[_FIRST // 8 + 2 * count : _FIRST // 8 + 2 * count + 2] = address, address + nbytes
-        _table[_RANGES // 8] = count + 1
-        if count == 0:
-            _install()
+_handler = _Handler()
 
 
-def release(address: int) -> None:
-    """End the protection of the range that begins at `address`."""
-    with _lock:
-        count = int(_table[_RANGES // 8])
-        pairs = _table[_FIRST // 8 :].reshape(-1, 2)
-        (index,) = np.flatnonzero(pairs[:count, 0] == address)[:1]
-        pairs[index] = pairs[count - 1]
-        _table[_RANGES // 8] = count - 1
-        if count == 1:
-            _libc.sigaction(int(signal.SIGBUS), ctypes.byref(_before), None)
+class Protection:
+    """From now until `release`, faults in [address, address + nbytes) read as zeros and are noted.
 
+    The range begins at a page and is all zeros from the first fault on: the caller maps it anew.
+    """
 
-def bus_error_count() -> tuple[int, int]:
-    """How many pages were replaced by zeros so far, and the address of the latest fault."""
-    return int(_table[_COUNT // 8]), int(_table[_LAST // 8])
+    def __init__(self, address: int, nbytes: int) -> None:
+        assert address % mmap.PAGESIZE == 0
+        with _handler.lock:
+            free = np.flatnonzero(_entries[:, _END // 8] == 0)
+            assert free.size, "too many ranges are protected"
+            self._entry = _entries[free[0]]
+            self._entry[_BEGIN // 8], self._entry[_FAULT // 8] = address, 0
+            # the end last: a handler that runs meanwhile must not see half an entry
+            self._entry[_END // 8] = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            _table[_COUNT // 8] = max(_table[_COUNT // 8], free[0] + 1)
+            _handler.install()
 
+    def take_fault(self) -> int:
+        """The address of the latest fault since this was last asked; 0 if there was none."""
+        fault = int(self._entry[_FAULT // 8])
+        if fault:
+            self._entry[_FAULT // 8] = 0
+        return fault
 
-def _install() -> None:
-    handler = cfunc(types.void(types.int32, types.int64, types.int64), nopython=True, cache=True)(
-        _on_bus_error
-    )
-    action = _Action(handler=handler.address, flags=_SA_SIGINFO)
-    _libc.sigaction(int(signal.SIGBUS), ctypes.byref(action), ctypes.byref(_before))
-    _table[_PREVIOUS // 8] = _before.handler or 0
-    _keep.append(handler)
-
-
-_keep: list[Any] = []  # compiled code must outlive the signal handler that it is
+    def release(self) -> None:
+        """End the protection."""
+        with _handler.lock:
+            self._entry[_END // 8] = 0
+            if not _entries[:, _END // 8].any():
+                _handler.remove()

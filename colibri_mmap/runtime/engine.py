@@ -13,10 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError, ContextLengthError, FormatError, ModelReadError
+from ..errors import ArgumentError, ContextLengthError, FormatError
 from ..format.gguf import GGUF, open_gguf
 from . import scheduler
-from .buserrors import bus_error_count
 from .experts import ExpertStore
 from .kv import KVCache, Trace, cache_bytes
 from .models import load_model
@@ -24,12 +23,14 @@ from .ops import Mode, Ops
 from .pages import IoCounters, io_counters
 from .pool import Pool, default_threads
 from .predict import RouterPredictor
+from .profile import load_profile
 from .ram import RamSettings, RamTier, open_ram_tier
 from .sampling import Sampler, Sampling
 from .stats import Stats
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
 from .tokenwriter import Token, TokenWriter
+from .tracefile import TraceHeader, TraceWriter
 from .warmup import compile_tasks, model_tasks
 from .weights import Weights
 
@@ -57,14 +58,19 @@ class Engine:
         ctx: int | None,
         kv_type: KVType,
         memory: RamSettings,
+        trace_file: str | PathLike[str] | None,
         progress: Callable[[str, int, int], None] | None,
     ) -> None:
         self.gguf, self.mode, self.threads, self.kv_type = gguf, mode, threads, kv_type
+        self.memory = memory
         self.tokenizer = Tokenizer.from_gguf(gguf)
         self._weights = Weights(gguf)
         self._pool: Pool | None = None
         self._tier: RamTier | None = None
+        self._trace_writer: TraceWriter | None = None
         try:
+            if trace_file is not None:
+                self._trace_writer = TraceWriter(trace_file, TraceHeader.of(gguf))
             self._pool = Pool(threads)
             self._ops = Ops(self._pool, mode)
             store = ExpertStore(self._ops)
@@ -81,6 +87,7 @@ class Engine:
             compile_tasks(model_tasks(gguf, mode, kv_type), progress)
             self.template = ChatTemplate.of(self.tokenizer)
             self._tier.trunk.wait(progress and partial(progress, "reading weights"))
+            self._weights.check()
             self._sequence = self._new_sequence(self.context_length)
         except BaseException:
             self.close()
@@ -88,6 +95,7 @@ class Engine:
         self.notices = [*self.tokenizer.notices, *self.template.notices, *self._context_notices()]
         self.notices += self._tier.notices
         self.stats = Stats()
+        self._counted_from: IoCounters | None = None  # while a generation is going on
         self._generation = 0
         self._said: tuple[str, list[int]] = ("", [])
 
@@ -101,14 +109,18 @@ class Engine:
         ctx: int | None = None,
         kv_type: KVType | None = None,
         memory: RamSettings | None = None,
+        profile: bool = True,
+        trace_file: str | PathLike[str] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> Engine:
         """Open a GGUF file, any shard of one, a directory or a container.
 
         `mode`: "int8" rounds activations to 8 bit where weights are quantised, "exact" computes
         in float32. `ctx` tokens of context (default: the model's). `kv_type` "f16" (default) or
-        "f32" (default in exact mode). `memory` says how RAM is used. `progress(stage, done, total)`
-        tells of kernels being compiled and weights being read.
+        "f32" (default in exact mode). `memory` says how RAM is used; with `profile`, what it and
+        `threads` leave open is as `tune` found best. The routing of every generated token is
+        appended to `trace_file`. `progress(stage, done, total)` tells of kernels being compiled and
+        weights being read.
         """
         if mode not in ("int8", "exact"):
             raise ArgumentError(f"mode {mode!r}: choose int8 or exact")
@@ -119,13 +131,16 @@ class Engine:
             raise ArgumentError(f"threads must be 1 to 1024, not {threads}")
         if ctx is not None and ctx < 1:
             raise ArgumentError(f"the context must hold at least 1 token, not {ctx}")
+        gguf = open_gguf(path)
+        tuned = load_profile(gguf) if profile else None
         return cls(
-            open_gguf(path),
+            gguf,
             mode=mode,
-            threads=threads or default_threads(),
+            threads=threads or (tuned.threads if tuned else default_threads()),
             ctx=ctx,
             kv_type=kv_type,
-            memory=memory or RamSettings(),
+            memory=(memory or RamSettings()).tuned(tuned),
+            trace_file=trace_file,
             progress=progress,
         )
 
@@ -137,6 +152,9 @@ class Engine:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+        if self._trace_writer is not None:
+            self._trace_writer.close()
+            self._trace_writer = None
         self._weights.close()
 
     def __enter__(self) -> Engine:
@@ -252,12 +270,17 @@ class Engine:
         self._generation += 1
         mine = self._generation
         self.stats = stats = Stats(prompt_tokens=len(ids), finish_reason="cancelled")
-        if self._tier is not None and self._tier.pager is not None:
-            self._tier.pager.take_stats()
-        counters, started = io_counters(), time.perf_counter()
+        self._take_pager_stats()
+        self._counted_from, started = io_counters(), time.perf_counter()
         try:
             logits = self._prefill(ids, stats, progress)
             stats.prefill_seconds = time.perf_counter() - started
+            self.update_stats()
+            stats.prefill_bytes_read, stats.prefill_wait_seconds = (
+                stats.bytes_read,
+                stats.wait_seconds,
+            )
+            self._take_pager_stats()
             decode_started = time.perf_counter()
             writer = TokenWriter(self.tokenizer, sampling.stop)
             while True:
@@ -285,7 +308,9 @@ class Engine:
                     self._tier.maintain()
             yield from writer.finish()
         finally:
-            self._count(stats, counters)
+            if mine == self._generation:
+                self.update_stats()
+                self._counted_from = None
 
     def _prefill(
         self, ids: list[int], stats: Stats, progress: Callable[[int, int], None] | None
@@ -317,27 +342,38 @@ class Engine:
         trace: Trace | None = None,
     ) -> NDArray[np.float32]:
         """Tokens through the model; ModelReadError if weights vanished while they were used."""
-        before, _ = bus_error_count()
-        logits = scheduler.step(self._model, self._ops, [(sequence, tokens)], wanted, trace)
-        after, address = bus_error_count()
-        if after != before:
-            sequence.rewind(len(sequence.ids) - len(tokens))
-            raise ModelReadError(
-                f"{self._weights.locate(address)} vanished while it was used: the file was cut "
-                "short or replaced, or the disk failed; check it with colibri-mmap verify"
-            )
+        known = len(sequence.ids)
+        writer = self._trace_writer if trace is None else None
+        if writer is not None:
+            trace = Trace()
+        try:
+            logits = scheduler.step(self._model, self._ops, [(sequence, tokens)], wanted, trace)
+            self._weights.check()
+        except BaseException:
+            sequence.rewind(known)
+            self._weights.mend()
+            raise
+        if writer is not None and trace is not None:
+            writer.write(trace.experts)
         return logits
 
-    def _count(self, stats: Stats, since: IoCounters) -> None:
-        """Fill in what was read and waited for since a generation began."""
-        used = io_counters() - since
-        stats.bytes_read, stats.major_faults = used.bytes_read, used.major_faults
+    def update_stats(self) -> Stats:
+        """Bring `stats` up to date while a generation is going on."""
+        stats = self.stats
+        if self._counted_from is not None:
+            used = io_counters() - self._counted_from
+            stats.bytes_read, stats.major_faults = used.bytes_read, used.major_faults
+            if self._tier is not None and self._tier.pager is not None:
+                paged = self._tier.pager.stats
+                stats.expert_hits, stats.expert_misses = paged.hits, paged.misses
+                stats.wait_seconds = paged.wait_seconds
+                stats.prefetched_experts = paged.prefetched
+                stats.prefetch_hits = paged.prefetch_hits
+        return stats
+
+    def _take_pager_stats(self) -> None:
         if self._tier is not None and self._tier.pager is not None:
-            paged = self._tier.pager.stats
-            stats.expert_hits, stats.expert_misses = paged.hits, paged.misses
-            stats.wait_seconds = paged.wait_seconds
-            stats.prefetched_experts = paged.prefetched
-            stats.prefetch_hits = paged.prefetch_hits
+            self._tier.pager.take_stats()
 
     # -------------------------------------------------------------------------- checks
     def _check_open(self) -> None:

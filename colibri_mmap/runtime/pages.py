@@ -25,14 +25,18 @@ PAGE = mmap.PAGESIZE
 ANNOUNCED_PIECE = 128 << 10  # bytes: the smallest read_ahead_kb that systems are shipped with
 
 _MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it from 3.13 on
+_MAP_FIXED = 0x10
 _MADV_RANDOM = 1
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)  # a CDLL call releases the GIL, mmap.madvise does not
-for _name in ("madvise", "mincore", "mlock", "munlock"):
-    getattr(_libc, _name).argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p][
-        : 3 if _name in ("madvise", "mincore") else 2
-    ]
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 class MappedFile:
@@ -58,6 +62,30 @@ class MappedFile:
             self.close()
             raise ModelReadError(f"{path}: changed while it was opened; try again")
         self.address = self.bytes.ctypes.data
+        self._version = self._current_version()
+        self._single_pages: list[tuple[int, int]] = []
+        self._locked: list[tuple[int, int]] = []
+
+    @property
+    def changed(self) -> bool:
+        """Whether someone has written to the file since it was mapped."""
+        return self._current_version() != self._version
+
+    def _current_version(self) -> tuple[int, int]:
+        status = os.fstat(self.fd)
+        return status.st_mtime_ns, status.st_size
+
+    def remap(self) -> None:
+        """Map the file anew over whatever replaced its pages; advice and locks are renewed."""
+        shared = mmap.MAP_SHARED | _MAP_FIXED
+        found = _libc.mmap(self.address, self.size, mmap.PROT_READ, shared, self.fd, 0)
+        assert found == self.address
+        single_pages, self._single_pages = self._single_pages, []
+        for offset, nbytes in single_pages:
+            self.expect_single_pages(offset, nbytes)
+        locked, self._locked = self._locked, []
+        for offset, nbytes in locked:
+            self.lock(offset, nbytes)
 
     def announce(self, offset: int, nbytes: int) -> None:
         """Start reading a range into the page cache, without waiting and no byte too many."""
@@ -93,6 +121,7 @@ class MappedFile:
         end = (self.address + offset + nbytes) // PAGE * PAGE
         if end > start:
             _libc.madvise(start, end - start, _MADV_RANDOM)
+            self._single_pages.append((offset, nbytes))
 
     def evict(self, offset: int, nbytes: int) -> None:
         """Let the page cache forget the pages that lie wholly inside a range."""
@@ -117,7 +146,10 @@ class MappedFile:
     def lock(self, offset: int, nbytes: int) -> bool:
         """Keep a populated range in memory until `close`; False where that is not allowed."""
         start = (self.address + offset) // PAGE * PAGE
-        return bool(_libc.mlock(start, self.address + offset + nbytes - start) == 0)
+        if _libc.mlock(start, self.address + offset + nbytes - start) != 0:
+            return False
+        self._locked.append((offset, nbytes))
+        return True
 
     def close(self) -> None:
         """Unmap, unless an array of the caller's still refers to the pages; then that does it."""

@@ -9,11 +9,11 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from ..errors import FormatError
+from ..errors import FormatError, ModelReadError
 from ..format.experts import ExpertLayer, expert_layers
 from ..format.gguf import GGUF, TensorInfo
 from ..format.quants import GGMLType, row_bytes
-from . import buserrors
+from .buserrors import Protection
 from .pages import MappedFile
 
 
@@ -77,12 +77,13 @@ class Weights:
     def __init__(self, gguf: GGUF) -> None:
         self.gguf = gguf
         self.files: list[MappedFile] = []
+        self._protections: list[Protection] = []
         self.expert_layers = expert_layers(gguf)
         try:
             for shard in gguf.shards:
                 file = MappedFile(shard.path, shard.size)
                 self.files.append(file)
-                buserrors.protect(file.address, file.size)
+                self._protections.append(Protection(file.address, file.size))
         except BaseException:
             self.close()
             raise
@@ -151,10 +152,36 @@ class Weights:
 
     def close(self) -> None:
         """Unmap the files; every address dies."""
+        while self._protections:
+            self._protections.pop().release()
         while self.files:
-            file = self.files.pop()
-            buserrors.release(file.address)
-            file.close()
+            self.files.pop().close()
+
+    def mend(self) -> int:
+        """Map pages anew that vanished since this was last asked: they may be healthy again.
+
+        The address of one of them, 0 if there are none. What was computed since is then wrong.
+        """
+        found = 0
+        for file, protection in zip(self.files, self._protections, strict=True):
+            if fault := protection.take_fault():
+                file.remap()
+                found = fault
+        return found
+
+    def check(self) -> None:
+        """ModelReadError if what was computed since the last time may be wrong: pages vanished, or
+        a file is not what was opened any more."""
+        if fault := self.mend():
+            raise ModelReadError(
+                f"{self.locate(fault)} vanished while it was used: the file was cut short, or the "
+                "disk failed; check it with colibri-mmap verify"
+            )
+        for file in self.files:
+            if file.changed:
+                raise ModelReadError(
+                    f"{file.path}: the file was changed after it was opened; open the model again"
+                )
 
     def locate(self, address: int) -> str:
         """What lies at an address: the shard, and the tensor or the layer's expert."""
