@@ -69,11 +69,18 @@ def ours(arguments: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
 
     kinds = {"prefetch": int, "prefetch_threads": int, "lfu_weight": float}
     options = dict(setting.split("=", 1) for setting in arguments.set)
-    memory = RamSettings(**{name: kinds.get(name, str)(text) for name, text in options.items()})
+    chosen = {name: kinds.get(name, str)(text) for name, text in options.items()}
+    memory = RamSettings(**chosen, learn=False)  # every run starts alike
     before = counters()
     with ExitStack() as stack:
         engine = stack.enter_context(
-            Engine.open(arguments.model, threads=arguments.threads, ctx=len(ids), memory=memory)
+            Engine.open(
+                arguments.model,
+                threads=arguments.threads,
+                ctx=len(ids),
+                memory=memory,
+                profile=False,
+            )
         )
         tier, sequence = engine._tier, engine._sequence
         assert tier is not None

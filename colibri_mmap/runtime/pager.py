@@ -73,12 +73,12 @@ class ExpertPager:
         self._index = {layer: index for index, layer in enumerate(numbers.layers)}
         self._state = np.full(numbers.total, State.ABSENT, np.uint8)
         self._prefetched = np.zeros(numbers.total, np.bool_)
-        self._window = min(_WINDOW_BYTES, policy.budget // 4)
         self._loading: set[int] = set()
         self._ahead: set[int] = set()  # read in advance by `stream`, not computed yet
         self._failed: dict[int, OSError] = {}
         self._demand: deque[int] = deque()
         self._background: deque[int] = deque()
+        self._warming: deque[int] = deque()  # to be loaded when nothing else is; not loading yet
         self._announcements: deque[int] = deque()
         self._evictions: deque[int] = deque()
         self._changed = threading.Condition()
@@ -114,6 +114,7 @@ class ExpertPager:
         index = self._index[layer]
         numbers = index * self.numbers.count + experts
         with self._changed:
+            self._ahead.clear()  # of a prompt that is done or was given up
             self.policy.use(index, experts)
         present = self._state[numbers] == State.READY
         self._count(numbers, present)
@@ -141,9 +142,14 @@ class ExpertPager:
         `upcoming`, of the next layer. What is read here leaves memory first.
         """
         numbers = self._index[layer] * self.numbers.count + experts
-        present = self._state[numbers] == State.READY
+        with self._changed:
+            self._ahead.intersection_update(numbers.tolist())  # others were read in vain
+            present = self._state[numbers] == State.READY
+            missing = numbers[~present].tolist()
+            on_their_way = [n for n in missing if self._state[n] == State.LOADING]
+            self._ahead.update(on_their_way)
         self._count(numbers, present)
-        missing = numbers[~present].tolist()
+        self._queue(on_their_way, "one_shot", self._demand)
         queue = deque([*missing, *upcoming])
         group = numbers[present].tolist()
         self._ahead.difference_update(group)
@@ -169,16 +175,11 @@ class ExpertPager:
             self._make_room(absent)
 
     def warm(self, numbers: Sequence[int]) -> None:
-        """Read these experts, the first most likely to be used, as far as memory allows, in idle
-        moments."""
-        room = self.policy.budget - self.policy.resident_bytes
-        chosen: list[int] = []
-        for number in numbers:
-            room -= int(self.source.sizes[number])
-            if room < 0:
-                break
-            chosen.append(number)
-        self._queue(chosen, "demand", self._background)
+        """Read these experts, the first most likely to be used, in idle moments until memory is
+        full; those in memory already are left alone."""
+        with self._changed:
+            self._warming.extend(numbers)
+            self._changed.notify_all()
 
     def _count(self, numbers: NDArray[np.int64], present: NDArray[np.bool_]) -> None:
         stats, size = self.stats, int(self.source.sizes[numbers[0]])
@@ -201,11 +202,11 @@ class ExpertPager:
         with self._changed:
             for number in numbers:
                 if self._state[number] == State.ABSENT:
-                    self._state[number] = State.LOADING
-                    self._loading.add(number)
                     self._failed.pop(number, None)
                     self.policy.admit(*self._key(number), kind)
-                    queue.append(number)
+                    queue.append(number)  # before the state: Ctrl-C must not leave it unqueued
+                    self._loading.add(number)
+                    self._state[number] = State.LOADING
                     if queue is self._background or kind == "one_shot":
                         self._announcements.append(number)
                 elif queue is self._demand and number in self._background:
@@ -216,14 +217,16 @@ class ExpertPager:
     def _read_ahead(self, queue: deque[int], group: Sequence[int]) -> None:
         """Load what comes next in `queue` while there is room in the window."""
         sizes = self.source.sizes
-        inside = sum(int(sizes[n]) for n in self._ahead)
+        window = min(_WINDOW_BYTES, self.policy.budget // 4)
         fresh: list[int] = []
-        while queue and (inside < self._window or not self._ahead):
-            number = queue.popleft()
-            if self._state[number] == State.ABSENT:
-                fresh.append(number)
-                inside += int(sizes[number])
-                self._ahead.add(number)
+        with self._changed:
+            inside = sum(int(sizes[n]) for n in self._ahead)
+            while queue and (inside < window or not self._ahead):
+                number = queue.popleft()
+                if self._state[number] == State.ABSENT:
+                    fresh.append(number)
+                    inside += int(sizes[number])
+                    self._ahead.add(number)
         if fresh:
             self._queue(fresh, "one_shot", self._demand)
             self._make_room(group)
@@ -281,13 +284,24 @@ class ExpertPager:
     def _prefault(self) -> None:
         """Load queued experts, the demanded ones first."""
         while True:
+            warms = False
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._demand or self._background)
+                self._changed.wait_for(
+                    lambda: self._closed or self._demand or self._background or self._warming
+                )
                 if self._closed:
                     return
-                number = (self._demand or self._background).popleft()
+                if self._demand or self._background:
+                    number = (self._demand or self._background).popleft()
+                else:
+                    number = self._warming.popleft()
+                    warms = self._may_warm(number)
+                    if not warms:
+                        continue
             error = None
             try:
+                if warms:  # not earlier: what is announced delays what others wait for
+                    self.source.announce(number)
                 self.source.load(number)
             except OSError as caught:
                 error = caught
@@ -299,6 +313,18 @@ class ExpertPager:
                     self._ahead.discard(number)
                     self._failed[number] = error
                 self._changed.notify_all()
+
+    def _may_warm(self, number: int) -> bool:
+        """Begin to load an expert if it is absent and fits; if none fits any more, warming ends."""
+        if self._state[number] != State.ABSENT:
+            return False
+        if self.policy.resident_bytes + int(self.source.sizes[number]) > self.policy.budget:
+            self._warming.clear()
+            return False
+        self._state[number] = State.LOADING
+        self._loading.add(number)
+        self.policy.admit(*self._key(number), "demand")
+        return True
 
     def _announce(self) -> None:
         """Have the disk start on queued experts, far ahead of those who wait for them."""
@@ -332,6 +358,7 @@ class ExpertPager:
         ready = np.flatnonzero(self._state == State.READY).tolist()
         for number in random.sample(ready, min(_AUDIT_SIZE, len(ready))):
             if self.source.resident(number) < 0.5:
-                self._state[number] = State.ABSENT
-                self.policy.drop(*self._key(number))
+                with self._changed:
+                    self._state[number] = State.ABSENT
+                    self.policy.drop(*self._key(number))
                 self.stats.lost += 1

@@ -6,11 +6,12 @@ its parts while it is loaded.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from ..format.experts import ExpertLayer, Extent
 from .pages import PAGE, MappedFile, Reservation
 
 IoMode = Literal["mmap", "pread", "direct"]
+IO_MODES: tuple[IoMode, ...] = get_args(IoMode)
 PARTS = ("gate", "up", "down")
 _SPARE_SLOTS = 64
 _READ_BYTES = 1 << 20  # of one plain read: big enough for the disk, small enough to queue several
@@ -165,19 +167,24 @@ class BufferedExperts(_Layout):
         """`budget` bytes of slots, and some more for what is being read."""
         super().__init__(numbers, layers, files)
         flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        self._fds: list[int] = []
         try:
-            self._fds = [os.open(file.path, flags) for file in files]
+            for file in files:  # the very file that is mapped, whatever has its name by now
+                self._fds.append(os.open(f"/proc/self/fd/{file.fd}", flags))
         except OSError as error:
+            self.close()
             raise ArgumentError(
-                f"{files[0].path}: this file system has no direct reads ({error.strerror}); "
-                "use --io mmap or --io pread"
+                f"{file.path}: plain reads are not possible here ({error.strerror}); use --io mmap"
             ) from error
+        # An expert whose parts all lie apart takes the most: each may begin and end within a page.
         self._slot_bytes = max(
-            sum(-(-e.nbytes // PAGE) * PAGE + PAGE for e in layer.extents(0))
+            sum(-(-part.nbytes // PAGE) * PAGE + PAGE for part in layer.parts.values())
             for layer in layers.values()
         )
         self.sizes = np.full(numbers.total, self._slot_bytes, np.int64)
-        slots = budget // self._slot_bytes + _SPARE_SLOTS
+        everything = sum(layer.expert_bytes * layer.n_experts for layer in layers.values())
+        fits = budget >= everything  # then nothing will be evicted
+        slots = numbers.total if fits else budget // self._slot_bytes + _SPARE_SLOTS
         self._memory = Reservation(slots * self._slot_bytes)
         self._free = list(range(slots - 1, -1, -1))
         self._changed = threading.Condition()
@@ -210,15 +217,16 @@ class BufferedExperts(_Layout):
                 length = min(_READ_BYTES, end - done)
                 target = memory[at + done - start : at + done - start + length]
                 count = os.preadv(self._fds[extent.shard], [target], done)
-                if count == 0:
-                    raise OSError(5, "the file ends early")
                 done += count
+                if count < length and done < extent.offset + extent.nbytes:
+                    raise OSError(errno.EIO, "the file ends early")
             at += end - start
 
     def evict(self, number: int) -> None:
         slot = int(self._slot_of[number])
-        self._slot_of[number] = -1
-        self._release(slot)
+        if slot >= 0:  # else it was evicted twice, with a load overtaken in between
+            self._slot_of[number] = -1
+            self._release(slot)
 
     def _release(self, slot: int) -> None:
         with self._changed:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Stats:
-    """Figures of the latest generation; seconds, tokens and bytes."""
+    """Figures of the latest generation; seconds, tokens and bytes.
+
+    `bytes_read` and `major_faults` are of all of it; those of experts and `wait_seconds`, in which
+    the computation stood still for the disk, are of the tokens after the prompt.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -15,6 +19,8 @@ class Stats:
     ttft_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    prefill_bytes_read: int = 0
+    prefill_wait_seconds: float = 0.0
     bytes_read: int = 0
     major_faults: int = 0
     expert_hits: int = 0
@@ -35,7 +41,13 @@ class Stats:
 
     @property
     def bytes_read_per_token(self) -> float:
-        return self.bytes_read / max(1, self.generated_tokens)
+        """What a token after the first, which prefill pays for, read from disk."""
+        return (self.bytes_read - self.prefill_bytes_read) / max(1, self.generated_tokens - 1)
+
+    @property
+    def wait_share(self) -> float:
+        """The part of decoding, 0 to 1, in which the computation stood still for the disk."""
+        return self.wait_seconds / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
     def expert_hit_rate(self) -> float:
@@ -57,6 +69,7 @@ _DERIVED = (
     "prefill_tokens_per_second",
     "decode_tokens_per_second",
     "bytes_read_per_token",
+    "wait_share",
     "expert_hit_rate",
     "prefetch_precision",
 )
