@@ -362,3 +362,12 @@ class ExpertPager:
                     self._state[number] = State.ABSENT
                     self.policy.drop(*self._key(number))
                 self.stats.lost += 1
+
+    def check_integrity(self) -> None:
+        """Assert that the books agree with one another, while nothing is being asked for."""
+        with self._changed:
+            self.policy.check_integrity()
+            held = [i * self.numbers.count + expert for i, expert in self.policy.resident_keys()]
+            assert held == np.flatnonzero(self._state != State.ABSENT).tolist()
+            assert self._loading == set(np.flatnonzero(self._state == State.LOADING).tolist())
+            assert {*self._demand, *self._background} <= self._loading

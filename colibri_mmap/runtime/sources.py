@@ -185,7 +185,7 @@ class BufferedExperts(_Layout):
         everything = sum(layer.expert_bytes * layer.n_experts for layer in layers.values())
         fits = budget >= everything  # then nothing will be evicted
         slots = numbers.total if fits else budget // self._slot_bytes + _SPARE_SLOTS
-        self._memory = Reservation(slots * self._slot_bytes)
+        self._memory = Reservation(slots * self._slot_bytes, "experts that are read")
         self._free = list(range(slots - 1, -1, -1))
         self._changed = threading.Condition()
         self._slot_of = np.full(numbers.total, -1, np.int64)
@@ -258,6 +258,12 @@ class BufferedExperts(_Layout):
 
     def resident(self, number: int) -> float:
         return 1.0
+
+    def check_integrity(self) -> None:
+        """Assert that no slot is used twice or lost, while nothing is being read."""
+        used = self._slot_of[self._slot_of >= 0].tolist()
+        assert sorted(used + self._free) == list(range(len(used) + len(self._free)))
+        assert (len(used) + len(self._free)) * self._slot_bytes == self._memory.bytes.size
 
     def close(self) -> None:
         for fd in self._fds:
