@@ -40,7 +40,7 @@ class Arena:
     """A stack of temporary arrays; the same sequence of requests gets the same addresses."""
 
     def __init__(self) -> None:
-        self._reservation = Reservation(_LIMIT)
+        self._reservation = Reservation(_LIMIT, "intermediate values")
         self._base = self._reservation.address
         self._bytes = self._reservation.bytes
         self._top = self._base
@@ -90,7 +90,7 @@ class Arena:
 
 
 class Temporaries:
-    """The span of an arena's use; a class, since a decode step has hundreds and a generator is slow."""
+    """The span of an arena's use; a class, because a decode step has hundreds of them."""
 
     __slots__ = ("_arena", "_mark")
 

@@ -60,7 +60,10 @@ class KVCache:
             )
             for s in shapes
         ]
-        self._memory = Reservation(sum(k + v for k, v in per_layer))
+        self._memory = Reservation(
+            sum(k + v for k, v in per_layer),
+            f"{context} tokens of context; choose fewer with --ctx-size",
+        )
         address = self._memory.address
         self.layers: list[LayerCache] = []
         self.launches: dict[object, Launch] = {}  # of single-token steps, by ops

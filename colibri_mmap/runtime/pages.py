@@ -167,14 +167,15 @@ class MappedFile:
 class Reservation:
     """Zeroed anonymous memory whose pages are taken from the machine only when they are written."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, purpose: str) -> None:
+        """`purpose` is what the error says the memory is for."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1), flags=flags)
         except (OSError, ValueError, OverflowError) as error:
             raise ResourceError(
-                f"cannot reserve {nbytes / 1e9:.1f} GB of address space ({error}); "
-                "choose a smaller context with --ctx-size or raise the limit (ulimit -v)"
+                f"cannot reserve {nbytes / 1e9:.1f} GB of address space for {purpose} ({error}); "
+                "raise the limit (ulimit -v)"
             ) from error
         self.buffer = memoryview(self._map)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)

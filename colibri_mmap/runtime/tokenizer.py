@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from colibri_mmap.errors import ArgumentError, UnsupportedError
+from colibri_mmap.errors import ArgumentError
 from colibri_mmap.format.gguf import GGUF
 from colibri_mmap.runtime.bytelevel import ByteLevelEncoder, token_bytes
 from colibri_mmap.runtime.detokenizer import TokenStream
@@ -49,10 +49,10 @@ class Tokenizer:
     def __init__(self, gguf: GGUF) -> None:
         model = gguf.str(key_name("model"), None)
         if model not in ("gpt2", "llama"):
-            described = "no tokenizer" if model in (None, "none") else f"tokenizer {model!r}"
-            raise UnsupportedError(
-                f"{gguf.path}: {described}; supported are 'gpt2' (byte-level BPE) and 'llama'"
-                " (SentencePiece)"
+            described = "names none" if model in (None, "none") else f"names {model!r}"
+            gguf.fail(
+                key_name("model"),
+                f"{described}; supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)",
             )
         self.notices: list[str] = []
         self._vocabulary = Vocabulary.read(gguf)

@@ -19,9 +19,6 @@ from colibri_mmap.runtime.models import ARCHITECTURES
 HOSTILE = Path(__file__).parents[1] / "data" / "hostile"
 INDEX = json.loads((HOSTILE / "index.json").read_text())
 
-# Valid in form; what they ask for does not exist here.
-UNSUPPORTED = {"tok_model_unknown.gguf"}
-
 OPEN_ALL = """
 import json, resource, sys, time
 from colibri_mmap import Engine
@@ -65,9 +62,7 @@ def test_hostile_files(name: str, opened) -> None:
     expected = INDEX[name]["expect"]
     must_reject = expected in ("reject", "reject (or byte-swap)")
     must_accept = re.match("accept(?! or)", expected) is not None
-    if name in UNSUPPORTED:
-        assert kind == "UnsupportedError"
-    elif must_reject:
+    if must_reject:
         assert kind == "FormatError"
     elif must_accept:
         assert kind == ""

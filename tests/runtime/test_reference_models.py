@@ -73,9 +73,14 @@ def test_exact_logits_and_greedy_ids(case: Case) -> None:
         assert [token.id for token in tokens] == greedy
 
 
+# Rounding changes the choice of experts for two tokens, which is a jump in models of random
+# weights: 1.7 times the error of llama.cpp, whose rounding changes none here.
+ROUTED_OTHERWISE = {"mixtral-kq.Q6_K.gguf"}
+
+
 @each(QUANTISED)
 def test_int8_error_is_that_of_rounded_activations(case: Case, measured) -> None:
-    """Where rounding does not change the choice of experts, which makes a jump in these models."""
+    """The error, a mean of the prompts' means as in meta.json; and that of tokens routed alike."""
     oracle = case.read()
     errors, native, same = [], [], []
     with Engine.open(case.model, mode="int8") as engine:
@@ -95,6 +100,8 @@ def test_int8_error_is_that_of_rounded_activations(case: Case, measured) -> None
         f"{case.model.name}: {error.mean():.4f} {error[equal].mean():.4f} "
         f"{np.concatenate(native).mean():.4f} ({np.count_nonzero(~equal)} routed otherwise)",
     )
+    if case.model.name not in ROUTED_OTHERWISE:
+        assert np.mean([e.mean() for e in errors]) <= 1.2 * case.int8_error
     assert error[equal].mean() <= 1.2 * case.int8_error
     assert np.count_nonzero(~equal) <= len(equal) // 8
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from colibri_mmap.errors import ArgumentError, FormatError, UnsupportedError
+from colibri_mmap.errors import ArgumentError, FormatError
 from colibri_mmap.format.gguf import open_gguf
 from colibri_mmap.runtime.bytelevel import BYTE_OF
 from colibri_mmap.runtime.pretokenizers import PRETOKENIZERS
@@ -157,7 +157,7 @@ def test_ids_outside_the_vocabulary_are_refused(model: Tokenizer) -> None:
     [
         ("tok_types_short", FormatError, "token_type.*has 3 entries for 24 tokens"),
         ("tok_scores_short", FormatError, "scores.*has 3 entries for 24 tokens"),
-        ("tok_model_unknown", UnsupportedError, "'nosuch'; supported are 'gpt2' .* and 'llama'"),
+        ("tok_model_unknown", FormatError, "'nosuch'; supported are 'gpt2' .* and 'llama'"),
         ("tok_duplicate", FormatError, "tokens.*'a' is both token 0 and token 1"),
         ("tok_merges_bad", FormatError, "merges.*'ab' does not join two tokens"),
         ("tok_non_utf8", FormatError, "tokens.*element 23.*not valid UTF-8"),
@@ -343,9 +343,9 @@ def test_incomplete_or_wrong_keys_are_named(
         finish(writer, tmp_path, keys)
 
 
-def test_a_model_without_tokenizer_is_unsupported(tmp_path: Path) -> None:
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
-    with pytest.raises(UnsupportedError, match="no tokenizer; supported are"):
+    with pytest.raises(FormatError, match=r"tokenizer.ggml.model.*names none; supported are"):
         finish(writer, tmp_path, {})
 
 
