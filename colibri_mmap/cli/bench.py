@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +37,15 @@ def bench(
     ] = 3,
     threads: options.Threads = -1,
     mode: options.ArithmeticMode = "int8",
+    ram: options.Ram = None,
+    io: options.Io = None,
+    prefetch: options.Prefetch = "auto",
+    prefetch_threads: options.PrefetchThreads = -1,
+    lfu_weight: options.LfuWeight = 0.3,
+    pin: options.Pins = None,
+    no_learn: options.NoLearn = False,
+    no_profile: options.NoProfile = False,
+    trace: options.TraceFile = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -45,14 +55,27 @@ def bench(
     that warms up is not counted.
     """
     from colibri_mmap.cli.console import messages, results
+    from colibri_mmap.cli.memory import ram_settings
     from colibri_mmap.cli.opening import open_engine
 
     console = messages()
+    memory = ram_settings(
+        ram=ram,
+        io=io,
+        prefetch=prefetch,
+        prefetch_threads=prefetch_threads,
+        lfu_weight=lfu_weight,
+        pins=pin,
+        no_learn=no_learn,
+    )
     with open_engine(
         model,
         mode=mode,
         threads=options.count_or_none(threads),
         ctx=prompt_tokens + reply_tokens,
+        memory=memory,
+        profile=not no_profile,
+        trace_file=trace,
     ) as engine:
         ids = _prompt(engine, prompt_tokens)
         _measure(engine, ids, 2)
@@ -95,13 +118,20 @@ def _report(engine: Engine, model: Path, samples: list[dict[str, Any]]) -> dict[
     """Everything that the numbers depend on, their medians, and all samples."""
     from colibri_mmap.runtime.simd import FORM
 
-    names = ("prefill_tokens_per_second", "decode_tokens_per_second", "bytes_read_per_token")
+    names = (
+        "prefill_tokens_per_second",
+        "decode_tokens_per_second",
+        "bytes_read_per_token",
+        "expert_hit_rate",
+        "wait_share",
+    )
     return {
         "version": __version__,
         "model": str(model),
         "mode": engine.mode,
         "threads": engine.threads,
         "kernels": FORM,
+        "memory": asdict(engine.memory),
         "prompt_tokens": samples[0]["prompt_tokens"],
         "generated_tokens": samples[0]["generated_tokens"],
         **{name: median(sample[name] for sample in samples) for name in names},
@@ -126,4 +156,11 @@ def _table(report: dict[str, Any]) -> Any:
         values = [sample[name] for sample in report["samples"]]
         numbers = (report[name], min(values), max(values))
         table.add_row(f"{label} of {count} tokens", *(f"{number:.1f}" for number in numbers))
+    if any(sample["expert_misses"] for sample in report["samples"]):
+        table.caption = (
+            f"reply: {report['expert_hit_rate']:.0%} of the experts were in memory, "
+            f"{report['bytes_read_per_token'] / 1e9:.2f} GB read per token, "
+            f"{report['wait_share']:.0%} of the time spent waiting"
+        )
+        table.caption_justify = "left"
     return table

@@ -31,6 +31,15 @@ def chat(
     threads: options.Threads = -1,
     mode: options.ArithmeticMode = "int8",
     kv_type: options.KVElementType = None,
+    ram: options.Ram = None,
+    io: options.Io = None,
+    prefetch: options.Prefetch = "auto",
+    prefetch_threads: options.PrefetchThreads = -1,
+    lfu_weight: options.LfuWeight = 0.3,
+    pin: options.Pins = None,
+    no_learn: options.NoLearn = False,
+    no_profile: options.NoProfile = False,
+    trace: options.TraceFile = None,
     prompt: options.Prompt = None,
     file: options.PromptFile = None,
     system_prompt: options.SystemPrompt = None,
@@ -67,6 +76,7 @@ def chat(
         raise ArgumentError("--json prints a single reply: add -p, -f or text on standard input")
 
     from colibri_mmap import Sampling
+    from colibri_mmap.cli.memory import ram_settings
     from colibri_mmap.cli.opening import demo_model, open_engine
     from colibri_mmap.cli.reply import ReplySettings
     from colibri_mmap.runtime.template import ChatTemplate
@@ -86,6 +96,15 @@ def chat(
         ignore_eos=ignore_eos,
     )
     template_source = _template_source(chat_template, chat_template_file)
+    memory = ram_settings(
+        ram=ram,
+        io=io,
+        prefetch=prefetch,
+        prefetch_threads=prefetch_threads,
+        lfu_weight=lfu_weight,
+        pins=pin,
+        no_learn=no_learn,
+    )
     if demo:
         model = demo_model()
     assert model is not None
@@ -95,6 +114,9 @@ def chat(
         threads=count_or_none(threads),
         ctx=ctx_size or None,
         kv_type=kv_type,
+        memory=memory,
+        profile=not no_profile,
+        trace_file=trace,
     ) as engine:
         template = None
         if template_source is not None:
@@ -168,19 +190,22 @@ def _reply_once(
     """Print the reply to stdout and nothing else there; statistics go to stderr."""
     from colibri_mmap.cli.console import messages, printable
     from colibri_mmap.cli.conversation import Conversation
-    from colibri_mmap.cli.reply import full_context_hint, stream_reply, summary, write_to_stdout
+    from colibri_mmap.cli.liveline import LiveLine
+    from colibri_mmap.cli.reply import full_context_hint, progress_line, stream_reply, summary
 
     conversation = Conversation(system_prompt).asking(message)
 
-    def write(text: str) -> None:
-        if not as_json:
-            write_to_stdout(printable(text) if sys.stdout.isatty() else text)
+    with LiveLine(lambda: progress_line(engine)) as line:
 
-    reply = stream_reply(engine, conversation.messages(), settings, write)
+        def write(text: str) -> None:
+            if not as_json:
+                line.write(printable(text) if sys.stdout.isatty() else text)
+
+        reply = stream_reply(engine, conversation.messages(), settings, write)
     if as_json:
         print(json.dumps({"reply": reply.text, "stats": engine.stats.as_dict()}))
     elif not reply.text.endswith("\n"):
-        write("\n")
+        print(flush=True)
     console = messages()
     if reply.interrupted:
         raise KeyboardInterrupt

@@ -17,12 +17,13 @@ from rich.table import Table
 
 from colibri_mmap.cli.console import messages, printable
 from colibri_mmap.cli.conversation import Conversation
+from colibri_mmap.cli.liveline import LiveLine
 from colibri_mmap.cli.reply import (
     ReplySettings,
     full_context_hint,
+    progress_line,
     stream_reply,
     summary,
-    write_to_stdout,
 )
 from colibri_mmap.errors import ArgumentError, ColibriError, ContextLengthError
 
@@ -106,19 +107,20 @@ class Interactive:
     def _reply(self, conversation: Conversation) -> None:
         """Stream the reply to the last message; without one the conversation stays as it was."""
         try:
-            reply = stream_reply(
-                self._engine,
-                conversation.messages(),
-                self._settings.again(self._repeats),
-                lambda text: write_to_stdout(printable(text)),
-            )
+            with LiveLine(lambda: progress_line(self._engine)) as line:
+                reply = stream_reply(
+                    self._engine,
+                    conversation.messages(),
+                    self._settings.again(self._repeats),
+                    lambda text: line.write(printable(text)),
+                )
         except ContextLengthError as error:
             raise ContextLengthError(f"{error}; /clear begins a new conversation") from None
         if reply.interrupted and not reply.text:
             self._say("stopped before the first token: the message is taken back")
             return
         if not reply.text.endswith("\n"):
-            write_to_stdout("\n")
+            print(flush=True)
         self._conversation = conversation.answered(reply.text)
         self._replied = True
         self._say(summary(self._engine) + (" · stopped" if reply.interrupted else ""))

@@ -12,6 +12,7 @@ DEMO = "demo: SmolLM2-135M upcycled to a Mixture of Experts, not a capable assis
 
 if TYPE_CHECKING:
     from colibri_mmap.runtime.engine import Engine
+    from colibri_mmap.runtime.ram import RamSettings
 
 
 def open_engine(
@@ -21,13 +22,24 @@ def open_engine(
     threads: int | None = None,
     ctx: int | None = None,
     kv_type: KVType | None = None,
+    memory: RamSettings | None = None,
+    profile: bool = True,
+    trace_file: Path | None = None,
 ) -> Engine:
     """`Engine.open` with a progress bar; what it had to note goes to stderr."""
     from colibri_mmap import Engine
 
     with silent_keyboard(), ProgressBar() as bar:
         engine = Engine.open(
-            model, mode=mode, threads=threads, ctx=ctx, kv_type=kv_type, progress=bar
+            model,
+            mode=mode,
+            threads=threads,
+            ctx=ctx,
+            kv_type=kv_type,
+            memory=memory,
+            profile=profile,
+            trace_file=trace_file,
+            progress=bar,
         )
     console = messages()
     for notice in engine.notices:

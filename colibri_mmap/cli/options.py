@@ -9,6 +9,7 @@ import typer
 
 Mode = Literal["int8", "exact"]
 KVType = Literal["f16", "f32"]
+IoMode = Literal["mmap", "pread", "direct"]
 
 
 def count_or_none(value: int) -> int | None:
@@ -24,6 +25,10 @@ def _prompt(*names: str, **settings: Any) -> Any:
     return typer.Option(*names, rich_help_panel="Prompt", **settings)
 
 
+def _memory(*names: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Memory", **settings)
+
+
 def _sampling(*names: str, **settings: Any) -> Any:
     return typer.Option(*names, rich_help_panel="Sampling", **settings)
 
@@ -35,7 +40,7 @@ OptionalModelPath = Annotated[
 ]
 Threads = Annotated[
     int,
-    _model("-t", "--threads", metavar="N", help="Compute threads; -1: one per core."),
+    _model("-t", "--threads", metavar="N", help="Compute threads; -1: as tuned, or one per core."),
 ]
 ArithmeticMode = Annotated[
     Mode, _model("--mode", help="int8 is fast; exact computes everything in float32.")
@@ -48,6 +53,59 @@ ContextSize = Annotated[
 KVElementType = Annotated[
     KVType | None,
     _model("--kv-type", help="Elements of the KV cache (default: f16; f32 with --mode exact)."),
+]
+
+Ram = Annotated[
+    str | None,
+    _memory(
+        "--ram",
+        metavar="SIZE",
+        help="Memory for everything: 8G, or 40% of what there is (default: all but a reserve).",
+    ),
+]
+Io = Annotated[
+    IoMode | None,
+    _memory("--io", help="How experts are read (default: as tuned, or mmap).", show_default=False),
+]
+Prefetch = Annotated[
+    str,
+    _memory(
+        "--prefetch",
+        metavar="off|auto|N",
+        help="Experts of the next layer to guess and read early; auto: as tuned, or off.",
+    ),
+]
+PrefetchThreads = Annotated[
+    int,
+    _memory(
+        "--prefetch-threads",
+        metavar="N",
+        help="Threads that wait for the disk; -1: as tuned, or 2.",
+    ),
+]
+LfuWeight = Annotated[
+    float,
+    _memory(
+        "--lfu-weight",
+        metavar="X",
+        help="What is kept: 0 by recency alone, 1 by frequency alone.",
+    ),
+]
+Pins = Annotated[
+    list[str] | None,
+    _memory(
+        "--pin",
+        metavar="LAYER:EXPERT",
+        help="Experts that stay in memory: 3:17, 0-3:5, by commas (repeatable).",
+    ),
+]
+NoLearn = Annotated[
+    bool, _memory("--no-learn", help="Neither use nor keep counts of how often experts are used.")
+]
+NoProfile = Annotated[bool, _memory("--no-profile", help="Ignore what tune found out.")]
+TraceFile = Annotated[
+    Path | None,
+    _memory("--trace", metavar="FILE", help="Append the routing of every token to a file."),
 ]
 
 Prompt = Annotated[

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -16,6 +15,7 @@ from colibri_mmap.errors import ContextLengthError
 if TYPE_CHECKING:
     from colibri_mmap.runtime.engine import Engine
     from colibri_mmap.runtime.sampling import Sampling
+    from colibri_mmap.runtime.stats import Stats
     from colibri_mmap.runtime.template import ChatTemplate
 
 
@@ -117,25 +117,35 @@ def stream_reply(
     return Reply("".join(text), interrupted=False)
 
 
-def write_to_stdout(text: str) -> None:
-    """Print a piece at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 def summary(engine: Engine) -> str:
-    """The last reply in one line: speed, time to the first token, disk reads, tokens, context."""
+    """The last reply in one line: speed, time to the first token, memory, tokens, context."""
     stats = engine.stats
     used = stats.prompt_tokens + stats.generated_tokens
     return " · ".join(
         (
             f"{stats.decode_tokens_per_second:.1f} tok/s",
             f"TTFT {stats.ttft_seconds:.2f} s",
-            f"{stats.bytes_read_per_token / 1e9:.2f} GB read/token",
+            *_memory_figures(stats),
             f"{stats.generated_tokens} tokens",
             f"context {used}/{engine.context_length}",
         )
     )
+
+
+def progress_line(engine: Engine) -> str:
+    """The reply so far in one line."""
+    stats = engine.update_stats()
+    speed = f"{stats.decode_tokens_per_second:.1f} tok/s"
+    return " · ".join((speed, *_memory_figures(stats), f"{stats.generated_tokens} tokens"))
+
+
+def _memory_figures(stats: Stats) -> Iterator[str]:
+    """Per token of the reply: experts that were in memory, bytes from disk, time waited for it."""
+    if stats.expert_hits + stats.expert_misses:
+        yield f"hits {stats.expert_hit_rate:.0%}"
+    yield f"{stats.bytes_read_per_token / 1e9:.2f} GB read/token"
+    if stats.expert_misses:
+        yield f"waiting {stats.wait_share:.0%}"
 
 
 def full_context_hint(engine: Engine) -> str:

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarn
 MODEL = Path("mixtral/mixtral.Q8_0.gguf")
 PROMPT = "\x1b[?2004h"  # a prompt has begun to read: it asks for pastes to be marked
 UP, CTRL_C, CTRL_D, ALT_ENTER = "\x1b[A", "\x03", "\x04", "\x1b\r"
-NUMBERS = r"tok/s · TTFT [\d.]+ s · [\d.]+ GB read/token · \d+ tokens · context \d+/\d+"
+NUMBERS = (
+    r"tok/s · TTFT [\d.]+ s · hits \d+% · [\d.]+ GB read/token( · waiting \d+%)? · \d+ tokens"
+    r" · context \d+/\d+"
+)
 
 
 class Terminal:

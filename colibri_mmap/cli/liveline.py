@@ -1,0 +1,58 @@
+"""The numbers so far, in the line below a reply that is being written to a terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+APPEARS_AFTER_SECONDS = 1.0  # a reply that is quick needs no line
+_REFRESH_SECONDS = 0.5
+
+_MAKE_LINE_BELOW = "\x1bD\x1bM"  # down, which scrolls at the bottom, and up again
+_SAVE_AND_GO_BELOW, _GO_BACK = "\x1b7\x1b[B\r\x1b[2K", "\x1b8"
+_DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
+
+
+class LiveLine(AbstractContextManager["LiveLine"]):
+    """Writes text to stdout, and below it what `describe` says; nothing of that remains at the end.
+
+    Where stdout is no terminal it only writes the text.
+    """
+
+    def __init__(self, describe: Callable[[], str], refresh_seconds: float | None = None) -> None:
+        """`refresh_seconds` replaces both the delay of the line and the time between changes."""
+        given = refresh_seconds
+        self._delay = APPEARS_AFTER_SECONDS if given is None else given
+        self._refresh = _REFRESH_SECONDS if given is None else given
+        self._describe = describe
+        self._active = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._first = self._changed = 0.0
+        self._text = ""
+
+    def write(self, text: str) -> None:
+        """Print a piece of the reply at once."""
+        output = self._erasure() + text
+        if self._active:
+            now = time.monotonic()
+            self._first = self._first or now
+            if now - max(self._changed, self._first + self._delay - self._refresh) >= self._refresh:
+                self._text, self._changed = self._describe(), now
+            if self._text:
+                width = shutil.get_terminal_size().columns - 1
+                line = f"{_DIM}{self._text[:width]}{_NORMAL}"
+                output += _MAKE_LINE_BELOW + _SAVE_AND_GO_BELOW + line + _GO_BACK
+        sys.stdout.write(output)
+        sys.stdout.flush()
+
+    def _erasure(self) -> str:
+        return _SAVE_AND_GO_BELOW + _GO_BACK if self._text else ""
+
+    def __exit__(self, *_: object) -> None:
+        if self._text:
+            sys.stdout.write(self._erasure())
+            sys.stdout.flush()
+            self._text = ""
