@@ -14,6 +14,7 @@ from colibri_mmap.cli.bench import bench
 from colibri_mmap.cli.chat import chat
 from colibri_mmap.cli.inspect import inspect
 from colibri_mmap.cli.pack import pack, verify
+from colibri_mmap.cli.plan import plan
 from colibri_mmap.cli.warmup import warmup
 from colibri_mmap.errors import ColibriError
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (chat, pack, verify, inspect, bench, warmup):
+for command in (chat, pack, verify, inspect, plan, bench, warmup):
     app.command()(command)
 
 

@@ -24,7 +24,7 @@ from .pages import IoCounters, io_counters
 from .pool import Pool, default_threads
 from .predict import RouterPredictor
 from .profile import load_profile
-from .ram import RamSettings, RamTier, open_ram_tier
+from .ram import PLANNED_CONTEXT, RamSettings, RamTier, open_ram_tier
 from .sampling import Sampler, Sampling
 from .stats import Stats
 from .template import ChatTemplate
@@ -39,7 +39,6 @@ Message = Mapping[str, Any]
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model together
 _MAINTAIN_EVERY = 16  # tokens
-_PLANNED_CONTEXT = 4096  # tokens of context that memory is kept for, unless told how many
 _UNSTATED_CONTEXT = 4096  # tokens, where the file does not say what the model was made for
 
 
@@ -77,7 +76,7 @@ class Engine:
             self._model = load_model(self._weights, self._ops, store)
             self._check_vocabulary()
             self.context_length = ctx or self._model.context_length or _UNSTATED_CONTEXT
-            planned = min(self.context_length, ctx or _PLANNED_CONTEXT)
+            planned = min(self.context_length, ctx or PLANNED_CONTEXT)
             kv_bytes = cache_bytes(self._model.kv_shapes, planned, kv_type)
             self._tier = open_ram_tier(self._weights, kv_bytes, memory)
             if self._tier.pager is not None:

@@ -23,6 +23,7 @@ from .usage import Usage, load_usage
 if TYPE_CHECKING:
     from .weights import Weights  # `plan` does without the kernels behind it
 
+PLANNED_CONTEXT = 4096  # tokens of context that memory is kept for, unless told how many
 _ANONYMOUS_BYTES = 256 << 20  # code, tables, and the temporaries of a prefill chunk; measured
 _PREFETCH_THREADS = 2
 _SMALL_RESERVE, _LARGE_RESERVE = 64 << 20, 1 << 30
