@@ -8,12 +8,12 @@ Linux, proc(5).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ..errors import ResourceError
+from .procfs import read_lines, read_number, unescape
 
 # By version: the files with limits, and the fields of memory.stat that cannot be reclaimed.
 # Version 1 has sums over the children as total_*, and does not tell which kernel memory is a cache.
@@ -64,7 +64,7 @@ def memory_limits(root: Path = Path("/")) -> MemoryLimits:
 def _group_limits(version: int, group: Path) -> list[MemoryLimits]:
     """The bound of one cgroup; none where it sets none or cannot be read."""
     files, unreclaimable = _FILES[version]
-    limits = [limit for name in files if (limit := _number(group / name)) is not None]
+    limits = [limit for name in files if (limit := read_number(group / name)) is not None]
     if not limits:
         return []
     used = _fields(group / "memory.stat")
@@ -76,13 +76,13 @@ def _group_limits(version: int, group: Path) -> list[MemoryLimits]:
 def _hierarchies(root: Path) -> Iterator[_Hierarchy]:
     """The memory controllers, version 1 or 2, that are mounted and that this process is under."""
     paths: dict[int, str] = {}
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in read_lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             paths[2] = path
         elif "memory" in controllers.split(","):
             paths[1] = path
-    for line in _lines(root / "proc/self/mountinfo"):
+    for line in read_lines(root / "proc/self/mountinfo"):
         mount, _, file_system = line.partition(" - ")
         fields, (kind, *_, options) = mount.split(), file_system.split()
         version = {"cgroup": 1, "cgroup2": 2}.get(kind)
@@ -90,8 +90,8 @@ def _hierarchies(root: Path) -> Iterator[_Hierarchy]:
             continue
         if version == 1 and "memory" not in options.split(","):
             continue
-        inner = PurePosixPath(_unescaped(fields[3]))
-        place = root / _unescaped(fields[4]).lstrip("/")
+        inner = PurePosixPath(unescape(fields[3]))
+        place = root / unescape(fields[4]).lstrip("/")
         group = PurePosixPath(paths[version])
         # in a container the mount may start at the group itself, or elsewhere
         below = group.relative_to(inner) if group.is_relative_to(inner) else PurePosixPath()
@@ -110,27 +110,9 @@ def _levels(hierarchy: _Hierarchy) -> Iterator[Path]:
 def _fields(path: Path) -> dict[str, int]:
     """Lines of "name bytes" or "name: number kB", in bytes."""
     values = {}
-    for line in _lines(path):
+    for line in read_lines(path):
         name, _, value = line.partition(" ")
         number, _, unit = value.strip().partition(" ")
         if number.isdigit():
             values[name.rstrip(":")] = int(number) * (1024 if unit == "kB" else 1)
     return values
-
-
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a small file; none if it cannot be read."""
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
-def _unescaped(path: str) -> str:
-    """A path of mountinfo, where space, tab, newline and backslash are octal."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
