@@ -316,16 +316,15 @@ class Engine:
     ) -> NDArray[np.float32]:
         """Read the prompt, except what the cache has of it; the logits of its last token."""
         sequence = self._sequence
-        common = _common_prefix(sequence.ids, ids[:-1])
-        sequence.rewind(common)
-        stats.cached_tokens = common
+        sequence.rewind(_common_prefix(sequence.ids, ids[:-1]))
+        stats.cached_tokens = known = len(sequence.ids)
 
         def read(part: Sequence[int], wanted: Literal["none", "last"]) -> NDArray[np.float32]:
             if progress is not None:
                 progress(len(sequence.ids), len(ids))
             return self._step(sequence, part, wanted)
 
-        *early, final = _chunks(ids[common:])
+        *early, final = _chunks(ids[known:])
         for part in early:
             read(part, "none")
         logits: NDArray[np.float32] = read(final, "last")[0]

@@ -1,7 +1,8 @@
-"""The KV cache of one sequence, and the batch that a forward pass takes."""
+"""What the layers keep of one sequence, and the batch that a forward pass takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ from .pool import Launch
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one layer keeps per position: heads and sizes of K and V."""
+    """A layer that keeps K and V of every position: heads and sizes."""
 
     heads: int
     key_size: int
@@ -25,11 +26,34 @@ class KVShape:
         return -(-self.value_size // 16) * 16
 
 
-def cache_bytes(shapes: list[KVShape], context: int, kv_type: str) -> int:
+@dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """A layer that keeps `values` float32 of all positions together; they are 0 at the start.
+
+    What lies where among the values is the layer's own affair.
+    """
+
+    values: int
+
+    @property
+    def nbytes(self) -> int:
+        return -(-4 * self.values // 64) * 64
+
+
+LayerShape = KVShape | RecurrentShape
+_INVALID = -1  # the end of a state that is being written
+
+
+def cache_bytes(shapes: Sequence[LayerShape], context: int, kv_type: str) -> int:
     """What a cache of `context` positions takes, in bytes."""
     positions = -(-context // KEYS) * KEYS
-    values = sum(s.heads * (s.key_size + s.padded_value_size) for s in shapes)
-    return positions * values * (2 if kv_type == "f16" else 4)
+    size = 2 if kv_type == "f16" else 4
+    return sum(
+        2 * s.nbytes
+        if isinstance(s, RecurrentShape)
+        else positions * s.heads * (s.key_size + s.padded_value_size) * size
+        for s in shapes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +68,95 @@ class LayerCache:
 
 
 class KVCache:
-    """K and V of one sequence for every layer; memory is taken as positions are written.
+    """What every layer keeps of one sequence; memory is taken as positions are written.
 
-    `kv_type` is "f16" or "f32"; `length` positions are valid.
+    `kv_type` is "f16" or "f32". Recurrent state exists twice: a step reads what the step before
+    left and writes the other copy, so that a step which is given up has changed nothing.
     """
 
-    def __init__(self, shapes: list[KVShape], context: int, kv_type: str) -> None:
-        self.context, self.kv_type, self.length = context, kv_type, 0
+    def __init__(self, shapes: Sequence[LayerShape], context: int, kv_type: str) -> None:
+        self.context, self.kv_type = context, kv_type
         size = 2 if kv_type == "f16" else 4
         positions = -(-context // KEYS) * KEYS
-        per_layer = [
-            (
-                s.heads * positions * s.key_size * size,
-                s.heads * positions * s.padded_value_size * size,
-            )
-            for s in shapes
-        ]
         self._memory = Reservation(
-            sum(k + v for k, v in per_layer),
+            cache_bytes(shapes, context, kv_type),
             f"{context} tokens of context; choose fewer with --ctx-size",
         )
-        address = self._memory.address
-        self.layers: list[LayerCache] = []
+        self.layers: dict[int, LayerCache] = {}
         self.launches: dict[object, Launch] = {}  # of single-token steps, by ops
-        for shape, (key_bytes, value_bytes) in zip(shapes, per_layer, strict=True):
-            self.layers.append(
-                LayerCache(
-                    shape,
-                    address,
-                    address + key_bytes,
-                    key_bytes // shape.heads,
-                    value_bytes // shape.heads,
-                )
+        address = self._memory.address
+        for layer, shape in enumerate(shapes):
+            if isinstance(shape, RecurrentShape):
+                continue
+            key_head, value_head = (
+                positions * n * size for n in (shape.key_size, shape.padded_value_size)
             )
-            address += key_bytes + value_bytes
+            values = address + shape.heads * key_head
+            self.layers[layer] = LayerCache(shape, address, values, key_head, value_head)
+            address = values + shape.heads * value_head
+        self._states = _RecurrentStates(shapes, address, self._memory)
+
+    def begin(self, position: int) -> None:
+        """A step starts at `position`, the end of what is kept."""
+        self._states.begin(position)
+
+    def end(self, position: int) -> None:
+        """The step is done: what is kept ends at `position`."""
+        self._states.end(position)
+
+    def kept(self, length: int) -> int:
+        """How many positions are left of a sequence that is cut to `length`.
+
+        All of them where every layer keeps K and V. Recurrent state cannot be taken back, except
+        by the last step: there the sequence starts from nothing.
+        """
+        return self._states.kept(length)
+
+    def state(self, layer: int) -> tuple[int, int]:
+        """Addresses of a recurrent layer's state: where this step finds it, and is to leave it."""
+        return self._states.of(layer)
+
+
+class _RecurrentStates:
+    """Two copies of the state of all recurrent layers, and the position at which each one ends."""
+
+    def __init__(self, shapes: Sequence[LayerShape], address: int, memory: Reservation) -> None:
+        self._offsets: dict[int, int] = {}
+        self._nbytes = 0
+        for layer, shape in enumerate(shapes):
+            if isinstance(shape, RecurrentShape):
+                self._offsets[layer] = self._nbytes
+                self._nbytes += shape.nbytes
+        start = address - memory.address
+        self._copies = [
+            memory.bytes[start + n * self._nbytes : start + (n + 1) * self._nbytes] for n in (0, 1)
+        ]
+        self._addresses = (address, address + self._nbytes)
+        self._ends = [_INVALID, _INVALID]
+        self._source = 0
+
+    def begin(self, position: int) -> None:
+        if not self._offsets:
+            return
+        if position == 0:
+            self._ends[:] = _INVALID, _INVALID
+            self._copies[0][:] = 0
+            self._ends[0] = 0
+        self._source = self._ends.index(position)
+        self._ends[1 - self._source] = _INVALID
+
+    def end(self, position: int) -> None:
+        self._ends[1 - self._source] = position
+
+    def kept(self, length: int) -> int:
+        return length if not self._offsets or length in self._ends else 0
+
+    def of(self, layer: int) -> tuple[int, int]:
+        offset = self._offsets[layer]
+        return (
+            self._addresses[self._source] + offset,
+            self._addresses[1 - self._source] + offset,
+        )
 
 
 @dataclass(slots=True)

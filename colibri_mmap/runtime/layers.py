@@ -7,7 +7,7 @@ adds its output to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 from ..format.gguf import GGUF
 from .arena import Rows
 from .experts import ExpertStore, RouterShape, route
-from .kv import Batch, KVShape
+from .kv import Batch, KVShape, LayerShape
 from .ops import Ops
 from .rope import rope_frequencies
 from .weights import Matrix, Weights
@@ -244,7 +244,7 @@ class Decoder:
             Block(weights, i, GroupedQueryAttention(weights, i, shape), make_ffn(i))
             for i in range(layers)
         ]
-        self.kv_shapes = [
+        self.kv_shapes: Sequence[LayerShape] = [
             KVShape(shape.kv_heads, shape.key_size, shape.value_size) for _ in self.blk
         ]
         self.output_norm = weights.vector("output_norm.weight", shape.width)

@@ -16,15 +16,15 @@ from .ops import Ops
 
 @dataclass(slots=True)
 class Sequence:
-    """Tokens whose keys and values are in the cache, in order."""
+    """Tokens that the cache knows, in order."""
 
     cache: KVCache
     ids: list[int] = field(default_factory=list)
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
+        """Forget all but the first `length` tokens; all where the cache cannot (KVCache.kept)."""
         assert length <= len(self.ids)
-        del self.ids[length:]
+        del self.ids[self.cache.kept(length) :]
 
 
 def step(
@@ -42,6 +42,7 @@ def step(
     start = 0
     for sequence, new in work:
         assert new
+        sequence.cache.begin(len(sequence.ids))
         slices.append(SequenceSlice(sequence.cache, start, start + len(new), len(sequence.ids)))
         start += len(new)
     tokens = np.concatenate([np.asarray(new, np.int64) for _, new in work])
@@ -57,5 +58,6 @@ def step(
         out = model.forward(Batch(tokens, positions, slices, rows, trace))
         logits = ops.numpy(out)
     for sequence, new in work:
+        sequence.cache.end(len(sequence.ids) + len(new))
         sequence.ids.extend(new)
     return logits

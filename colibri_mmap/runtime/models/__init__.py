@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
 from ...errors import UnsupportedError
 from ..arena import Rows
 from ..experts import ExpertStore
-from ..kv import Batch, KVShape
+from ..kv import Batch, LayerShape
 from ..ops import Ops
 from ..weights import Weights
 
@@ -27,7 +28,7 @@ class Model(Protocol):
 
     context_length: int  # 0: the file does not say
     vocabulary: int
-    kv_shapes: list[KVShape]
+    kv_shapes: Sequence[LayerShape]  # of every layer
 
     def forward(self, batch: Batch) -> Rows:
         """Logits [wanted, V] of a batch, whose tokens are appended to their caches."""
