@@ -12,6 +12,7 @@ import typer
 from colibri_mmap import __version__
 from colibri_mmap.cli.bench import bench
 from colibri_mmap.cli.chat import chat
+from colibri_mmap.cli.doctor import doctor
 from colibri_mmap.cli.inspect import inspect
 from colibri_mmap.cli.pack import pack, verify
 from colibri_mmap.cli.plan import plan
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (chat, pack, verify, inspect, plan, bench, warmup):
+for command in (chat, pack, verify, inspect, plan, doctor, bench, warmup):
     app.command()(command)
 
 

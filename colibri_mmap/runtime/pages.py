@@ -189,6 +189,12 @@ class Reservation:
             _libc.madvise(start, end - start, _MADV_DONTNEED)
 
 
+def has_populate_read() -> bool:
+    """Whether this kernel can populate a mapping and report errors (Linux 5.14)."""
+    page = Reservation(PAGE, "a test")
+    return bool(_libc.madvise(page.address, PAGE, _MADV_POPULATE_READ) == 0)
+
+
 @dataclass(frozen=True, slots=True)
 class IoCounters:
     """What this process has read from disk so far (bytes), and its page faults."""
