@@ -468,7 +468,7 @@ round_even, absolute, square_root = (_unary_float(n) for n in ("roundeven", "fab
 splat_i8x16, splat_i8x32, splat_i8x64 = (splatter("i8", n) for n in (16, 32, 64))
 splat_i16x16, splat_i16x32 = splatter("i16", 16), splatter("i16", 32)
 splat_i32x8, splat_i32x16 = splatter("i32", 8), splatter("i32", 16)
-splat_f32x4, splat_f32x8, splat_f32x16 = (splatter("f32", n) for n in (4, 8, 16))
+splat_f32x2, splat_f32x4, splat_f32x8, splat_f32x16 = (splatter("f32", n) for n in (2, 4, 8, 16))
 as_i8x8, as_i8x16, as_i8x32, as_i8x64 = (caster("i8", n) for n in (8, 16, 32, 64))
 as_i16x8, as_i16x16, as_i16x32 = (caster("i16", n) for n in (8, 16, 32))
 as_i32x8, as_i32x16 = caster("i32", 8), caster("i32", 16)
@@ -502,8 +502,12 @@ def _gather_four(typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 # ------------------------------------------------------------------------------ half precision
 # x86 CPUs without F16C get integer arithmetic: LLVM would call a function that is not there.
 if HAS_NATIVE_HALF:
-    _load_half = loader("f16", 16)
+    _load_half, _load_two_halves = loader("f16", 16), loader("f16", 2)
     _extend, _truncate = _convert("fpext", "f32"), _convert("fptrunc", "f16")
+
+    @numba.njit(**INLINE)
+    def load_f16x2(address):
+        return _extend(_load_two_halves(address))
 
     @numba.njit(**INLINE)
     def load_f16x16(address):
@@ -538,6 +542,14 @@ else:
     @numba.njit(**INLINE)
     def load_f16(address):
         return largest(_half_to_float(splat_i32x16(load_u16(address))))
+
+    _two_of_four = shuffle([0, 1])
+
+    @numba.njit(**INLINE)
+    def load_f16x2(address):
+        first, second = load_f16(address), load_f16(address + 2)
+        four = _gather_four(first, second, first, second)
+        return _two_of_four(four, four)
 
     @numba.njit(**INLINE)
     def gather_f16x4(a, b, c, d):  # type: ignore[no-untyped-def]

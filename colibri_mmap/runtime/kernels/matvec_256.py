@@ -15,6 +15,7 @@ from ..simd import (
     INLINE,
     add,
     as_i8x8,
+    as_i8x64,
     as_i16x32,
     constant,
     dot_i16,
@@ -22,18 +23,21 @@ from ..simd import (
     fma,
     int_to_float,
     load_f16,
+    load_f16x2,
     load_f32,
     load_i8x16,
     load_i8x64,
     load_i16x16,
     load_i64,
+    mul,
     pair_sums,
     prefetch,
     shift_left,
     shuffle,
     signed_to_i16,
-    splat_f32x8,
+    splat_f32x2,
     splat_f32x16,
+    splatter,
     store_f32,
     sub,
     total,
@@ -58,11 +62,17 @@ _zero_f32x8 = constant("f32", [0.0] * 8)
 _zero_i32x8 = constant("i32", [0] * 8)
 _five_i32x8 = constant("i32", [5] * 8)
 _ones_i8x64 = constant("i8", [1] * 64)
+_first_16_times, _second_8_times = shuffle([0] * 16), shuffle([1] * 8)
 _halves = shuffle([*range(8), *range(8, 16)])
 _twice_each = shuffle([i // 2 for i in range(16)])
 _eights_0, _eights_2, _eights_4, _eights_6 = (
-    shuffle([lane + i // 8 for i in range(16)]) for lane in (0, 2, 4, 6)
+    shuffle(
+        [index for lane in range(16) for index in (lane // 4 * 16 + group + lane // 8, 64, 64, 64)]
+    )
+    for group in (0, 2, 4, 6)
 )
+_zero_i8x64 = constant("i8", [0] * 64)
+_splat_i64x8 = splatter("i64", 8)
 _quads_0, _quads_4, _quads_8, _quads_12 = (
     shuffle([lane + i // 4 for i in range(16)]) for lane in (0, 4, 8, 12)
 )
@@ -84,15 +94,16 @@ def _scaled_dot(acc, w, x, scales):
 def _k_step(w, block, x, sums, d, acc, minus):
     """A block of Q4_K or Q5_K; `minus` gathers what the mins subtract."""
     scale_bytes, min_bytes = k_scales(block + 4)
-    scales = unsigned_to_i32(as_i8x8(scale_bytes))
+    scales, none = as_i8x64(_splat_i64x8(scale_bytes)), _zero_i8x64()
     mins = as_i8x8(min_bytes)
-    even = _scaled_dot(zero_i32x16(), w[0], x[0], _eights_0(scales, scales))
-    odd = _scaled_dot(zero_i32x16(), w[1], x[1], _eights_2(scales, scales))
-    even = _scaled_dot(even, w[2], x[2], _eights_4(scales, scales))
-    odd = _scaled_dot(odd, w[3], x[3], _eights_6(scales, scales))
+    even = _scaled_dot(zero_i32x16(), w[0], x[0], _eights_0(scales, none))
+    odd = _scaled_dot(zero_i32x16(), w[1], x[1], _eights_2(scales, none))
+    even = _scaled_dot(even, w[2], x[2], _eights_4(scales, none))
+    odd = _scaled_dot(odd, w[3], x[3], _eights_6(scales, none))
     least = pair_sums(unsigned_to_i16(_twice_each(mins, mins)), sums)
-    acc = fma(int_to_float(add(even, odd)), splat_f32x16(d * load_f16(block)), acc)
-    minus = fma(int_to_float(least), splat_f32x8(d * load_f16(block + 2)), minus)
+    both = mul(load_f16x2(block), splat_f32x2(d))
+    acc = fma(int_to_float(add(even, odd)), _first_16_times(both, both), acc)
+    minus = fma(int_to_float(least), _second_8_times(both, both), minus)
     return acc, minus
 
 
