@@ -18,8 +18,10 @@ from .arena import Rows
 from .experts import ExpertStore, RouterShape, route
 from .kv import Batch, KVShape, LayerShape
 from .ops import Ops
-from .rope import rope_frequencies
-from .weights import Matrix, Weights
+from .rope import RopeFrequencies, rope_frequencies
+from .weights import Matrix, Vector, Weights
+
+Rope = tuple[Rows, Rows]  # cosines and sines of the batch's positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class GroupedQueryAttention:
 
     def __init__(self, weights: Weights, layer: int, shape: AttentionShape) -> None:
         self.shape, self.layer = shape, layer
+        self.cache_shape = KVShape(shape.kv_heads, shape.key_size, shape.value_size)
         prefix = f"blk.{layer}."
         q_rows = shape.heads * shape.key_size
         k_rows, v_rows = shape.kv_heads * shape.key_size, shape.kv_heads * shape.value_size
@@ -100,7 +103,7 @@ class GroupedQueryAttention:
             prefix + "attn_k_norm.weight", shape.key_size, k_rows
         )
 
-    def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: tuple[Rows, Rows]) -> None:
+    def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: Rope | None) -> None:
         shape = self.shape
         h = ops.rms_norm(x, self.attn_norm, shape.eps)
         q, k, v = ops.linears(h, self.attn_q, self.attn_k, self.attn_v)
@@ -110,8 +113,9 @@ class GroupedQueryAttention:
         for rows, norm in ((q, self.attn_q_norm), (k, self.attn_k_norm)):
             if norm is not None:
                 ops.rms_norm(rows.split(rows.width // norm.n), norm, shape.eps, in_place=True)
-        ops.rope(q, shape.heads, rope, half_split=shape.half_split)
-        ops.rope(k, shape.kv_heads, rope, half_split=shape.half_split)
+        if rope is not None:
+            ops.rope(q, shape.heads, rope, half_split=shape.half_split)
+            ops.rope(k, shape.kv_heads, rope, half_split=shape.half_split)
         attended = ops.attention(q, k, v, batch, self.layer, shape.key_size**-0.5)
         y = ops.linear(attended, self.attn_output)
         if self.attn_output_bias is not None:
@@ -202,65 +206,88 @@ class GatedSharedExpert:
         ops.add_weighted(x, self.expert.output(h, ops), factors)
 
 
+class Mixer(Protocol):
+    """What mixes the tokens in a block: attention, a convolution or a recurrence."""
+
+    @property
+    def cache_shape(self) -> LayerShape: ...
+
+    def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: Rope | None) -> None: ...
+
+
 class FeedForward(Protocol):
-    """What follows attention in a block: dense or experts."""
+    """What follows the mixer in a block: dense or experts."""
 
     def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None: ...
 
 
 class Block:
-    """x += attention, then x += feed-forward, each of the normed x (pre-norm)."""
+    """x += mixer, then x += feed-forward, each of the normed x (pre-norm)."""
 
-    def __init__(
-        self, weights: Weights, layer: int, attention: GroupedQueryAttention, ffn: FeedForward
-    ) -> None:
-        self.attention, self.ffn = attention, ffn
-        self.ffn_norm = weights.vector(f"blk.{layer}.ffn_norm.weight", attention.shape.width)
+    def __init__(self, mixer: Mixer, ffn_norm: Vector, ffn: FeedForward, eps: float) -> None:
+        self.mixer, self.ffn_norm, self.ffn, self.eps = mixer, ffn_norm, ffn, eps
 
-    def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: tuple[Rows, Rows]) -> None:
-        self.attention.add_to(x, ops, batch, rope)
-        h = ops.rms_norm(x, self.ffn_norm, self.attention.shape.eps)
+    def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: Rope | None) -> None:
+        self.mixer.add_to(x, ops, batch, rope)
+        h = ops.rms_norm(x, self.ffn_norm, self.eps)
         self.ffn.add_to(x, h, ops, batch)
 
 
 class Decoder:
-    """The pre-norm decoder-only transformer: embedding, blocks, final norm, output head."""
+    """The pre-norm decoder-only transformer: embedding, blocks, final norm, output head.
+
+    `rope` is what the mixers rotate with; None where none of them does.
+    """
 
     def __init__(
         self,
         weights: Weights,
         ops: Ops,
-        shape: AttentionShape,
-        make_ffn: Callable[[int], FeedForward],
+        blocks: Sequence[Block],
+        rope: RopeFrequencies | None,
+        output_norm: str = "output_norm.weight",
     ) -> None:
         gguf = weights.gguf
-        self.ops, self.eps = ops, shape.eps
-        layers = gguf.int(".block_count", minimum=1)
+        self.ops, self.blk, self.rope = ops, blocks, rope
         self.context_length = gguf.int(".context_length", minimum=0)
+        self.kv_shapes: Sequence[LayerShape] = [block.mixer.cache_shape for block in blocks]
+        width = gguf.int(".embedding_length", minimum=1)
         self.vocabulary = gguf.tensor("token_embd.weight").shape[-1]
-        self.rope = rope_frequencies(weights, shape.rotated)
-        self.token_embd = weights.matrix("token_embd.weight", self.vocabulary, shape.width)
-        self.blk = [
-            Block(weights, i, GroupedQueryAttention(weights, i, shape), make_ffn(i))
-            for i in range(layers)
-        ]
-        self.kv_shapes: Sequence[LayerShape] = [
-            KVShape(shape.kv_heads, shape.key_size, shape.value_size) for _ in self.blk
-        ]
-        self.output_norm = weights.vector("output_norm.weight", shape.width)
+        self.token_embd = weights.matrix("token_embd.weight", self.vocabulary, width)
+        self.output_norm = weights.vector(output_norm, width)
         self.output = (
-            weights.matrix("output.weight", self.vocabulary, shape.width)
+            weights.matrix("output.weight", self.vocabulary, width)
             if weights.has("output.weight")
             else self.token_embd
         )
+
+    @classmethod
+    def with_attention(
+        cls,
+        weights: Weights,
+        ops: Ops,
+        shape: AttentionShape,
+        make_ffn: Callable[[int], FeedForward],
+    ) -> Decoder:
+        """Grouped-query attention of one shape in every block."""
+        blocks = [
+            Block(
+                GroupedQueryAttention(weights, i, shape),
+                weights.vector(f"blk.{i}.ffn_norm.weight", shape.width),
+                make_ffn(i),
+                shape.eps,
+            )
+            for i in range(weights.gguf.int(".block_count", minimum=1))
+        ]
+        return cls(weights, ops, blocks, rope_frequencies(weights, shape.rotated))
 
     def forward(self, batch: Batch) -> Rows:
         """Logits [wanted, V] of a batch, whose tokens are appended to their caches."""
         ops = self.ops
         x = ops.embed(self.token_embd, batch.tokens)
-        rope = ops.rope_table(self.rope, batch.positions)
+        rope = None if self.rope is None else ops.rope_table(self.rope, batch.positions)
         for block in self.blk:
             with ops.temporaries():
                 block.add_to(x, ops, batch, rope)
-        wanted = ops.select(x, batch.wanted)
-        return ops.linear(ops.rms_norm(wanted, self.output_norm, self.eps), self.output)
+        wanted = ops.rms_norm(ops.select(x, batch.wanted), self.output_norm, self.blk[-1].eps)
+        return ops.linear(wanted, self.output)

@@ -28,8 +28,8 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
         def dense(layer: int) -> FeedForward:
             return GatedFeedForward.dense(weights, layer, shape.width, hidden)
 
-        return Decoder(weights, ops, shape, dense)
+        return Decoder.with_attention(weights, ops, shape, dense)
     experts = ExpertsShape.from_gguf(gguf, ".feed_forward_length", normalise=True)
-    return Decoder(
+    return Decoder.with_attention(
         weights, ops, shape, lambda layer: MixtureOfExperts(weights, layer, experts, store)
     )

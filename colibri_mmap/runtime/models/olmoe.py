@@ -15,6 +15,6 @@ from ..weights import Weights
 def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     shape = AttentionShape.from_gguf(weights.gguf, half_split=True)
     experts = ExpertsShape.from_gguf(weights.gguf, ".feed_forward_length", normalise=False)
-    return Decoder(
+    return Decoder.with_attention(
         weights, ops, shape, lambda layer: MixtureOfExperts(weights, layer, experts, store)
     )

@@ -37,7 +37,7 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     shape = AttentionShape.from_gguf(gguf, half_split=True)
     experts = ExpertsShape.from_gguf(gguf, ".expert_feed_forward_length", normalise=False)
     shared = gguf.int(".expert_shared_feed_forward_length", minimum=1)
-    return Decoder(
+    return Decoder.with_attention(
         weights,
         ops,
         shape,

@@ -11,7 +11,7 @@ from ..weights import Weights
 def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     shape = AttentionShape.from_gguf(weights.gguf, half_split=True)
     hidden = weights.gguf.int(".feed_forward_length", minimum=1)
-    return Decoder(
+    return Decoder.with_attention(
         weights,
         ops,
         shape,
