@@ -17,23 +17,29 @@ _LIMIT = 1 << 33
 
 
 class Rows(NamedTuple):
-    """float32 [count, width] at an address, row after row."""
+    """float32 [count, width] at an address, row after row, `gap` bytes between them."""
 
     address: int
     count: int  # type: ignore[assignment]  # nobody counts values of the tuple
     width: int
+    gap: int = 0
 
     @property
     def stride(self) -> int:
-        return 4 * self.width
+        return 4 * self.width + self.gap
 
     def split(self, parts: int) -> Rows:
         """The same memory with every row cut into `parts` rows, such as the heads of a token."""
+        assert self.gap == 0
         return Rows(self.address, self.count * parts, self.width // parts)
 
     def part(self, first: int, count: int) -> Rows:
         """`count` rows from row `first` on."""
-        return Rows(self.address + first * self.stride, count, self.width)
+        return Rows(self.address + first * self.stride, count, self.width, self.gap)
+
+    def columns(self, first: int, width: int) -> Rows:
+        """`width` values of every row from value `first` on."""
+        return Rows(self.address + 4 * first, self.count, width, self.stride - 4 * width)
 
 
 class Arena:
@@ -67,9 +73,8 @@ class Arena:
 
     def view(self, rows: Rows) -> NDArray[np.float32]:
         """The values of rows taken from this arena; valid until they are released."""
-        start = rows.address - self._base
-        data = self._bytes[start : start + rows.count * rows.stride].view(np.float32)
-        return data.reshape(rows.count, rows.width)
+        start, shape = rows.address - self._base, (rows.count, rows.width)
+        return np.ndarray(shape, np.float32, self._bytes, start, (rows.stride, 4))
 
     def integers(self, address: int, count: int) -> NDArray[np.int64]:
         """int64 [count] at an address taken from this arena; valid until it is released."""
