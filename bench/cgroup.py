@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from storage import BlockDevice, drop_page_cache
+from storage import BlockDevice, alone_on_disk, drop_page_cache
 
 from colibri_mmap.errors import ArgumentError, ColibriError, ResourceError
 
@@ -225,7 +225,7 @@ def run_limited(
     timeout: float | None = None,
     capture: bool = False,
 ) -> Result:
-    """Run `command` in a memory group of `limit` bytes.
+    """Run `command` in a memory group of `limit` bytes, once no other such run is in progress.
 
     `drop` empties the page cache and checks that nothing of `files` is left in it. `read_ahead_kb`
     holds during the run for the device of the first file. `first`: see `limited_group`. After
@@ -234,6 +234,7 @@ def run_limited(
     device = BlockDevice.under(files[0] if files else Path.cwd())
     with ExitStack() as stack:
         group = stack.enter_context(limited_group(limit, first))
+        stack.enter_context(alone_on_disk())
         if read_ahead_kb is not None:
             if device is None:
                 raise ArgumentError("read-ahead can be set for a file on a block device only")

@@ -30,7 +30,9 @@ from colibri_mmap.errors import ArgumentError, ColibriError
 from colibri_mmap.format.gguf import open_gguf
 from colibri_mmap.runtime.tokenizer import Tokenizer
 
-LONG_PROMPT, SHORT_PROMPT = 512, 64  # tokens; the long one at the lowest limit
+LONG_PROMPT, SHORT_PROMPT = 512, 64  # tokens
+_LEAST_DECODED = 32
+_LONG_PROMPT_UP_TO = 40  # percent; above it decoding alone is of interest
 _TIMEOUT_SECONDS = 240.0
 _ATTEMPTS = 5  # at a run that is disturbed
 _MOST_FOREIGN_READS = 0.2  # of the run's own bytes
@@ -151,13 +153,14 @@ def _token_ids(tokenizer: Tokenizer, arguments: argparse.Namespace) -> list[int]
     """Tokens of prompt and decoding: of a text, or random ones for a model of random weights."""
     count = LONG_PROMPT + arguments.decode
     if arguments.text is None:
-        drawn: list[int] = (
-            np.random.default_rng(1).integers(tokenizer.vocab_size, size=count).tolist()
-        )
+        rng = np.random.default_rng(1)
+        drawn: list[int] = rng.integers(tokenizer.vocab_size, size=count).tolist()
         return drawn
     ids = tokenizer.encode(arguments.text.read_text(), add_special=False)[:count]
-    if len(ids) < count:
-        raise ArgumentError(f"{arguments.text}: has {len(ids)} tokens, but {count} are needed")
+    if len(ids) < LONG_PROMPT + _LEAST_DECODED:
+        raise ArgumentError(
+            f"{arguments.text}: has {len(ids)} tokens, {LONG_PROMPT + _LEAST_DECODED} are needed"
+        )
     return ids
 
 
@@ -165,7 +168,7 @@ def plan(arguments: argparse.Namespace) -> Iterator[Cell]:
     """All runs in their order."""
     main, *others = arguments.read_ahead
     for percent in arguments.limits:
-        prompt = LONG_PROMPT if percent == min(arguments.limits) else SHORT_PROMPT
+        prompt = LONG_PROMPT if percent <= _LONG_PROMPT_UP_TO else SHORT_PROMPT
         for kb in [main] * arguments.pairs + others:
             for engine in arguments.engines:
                 yield Cell(percent, engine, kb, prompt)
@@ -182,8 +185,8 @@ def main() -> None:
     parser.add_argument("--read-ahead", nargs="+", type=int, default=[128, 8192], metavar="KB")
     parser.add_argument("--pairs", type=int, default=3, help="at the first read-ahead")
     parser.add_argument("--text", type=Path, help="the tokens to read; otherwise random ones")
-    parser.add_argument("--decode", type=int, default=32, help="tokens behind the prompt")
-    parser.add_argument("--seconds", type=float, default=8, help="for decoding, then it ends")
+    parser.add_argument("--decode", type=int, default=128, help="tokens behind it, at most")
+    parser.add_argument("--seconds", type=float, default=8, help="of decoding, at most")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], help="NAME=VALUE for this engine")
     parser.add_argument("--pause", type=float, default=0, help="seconds between runs")

@@ -20,6 +20,7 @@ import numpy as np
 from colibri_mmap.errors import ResourceError
 
 _SECTOR = 512  # bytes: the unit of the kernel's counters, whatever the disk's own is
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,12 +52,11 @@ class BlockDevice:
 
     @contextmanager
     def read_ahead(self, kb: int) -> Iterator[None]:
-        """Set read_ahead_kb within the block: one user at a time, the old value returns at the end.
+        """Set read_ahead_kb within the block; the old value returns at its end.
 
         It also returns on exceptions and on signals that end the program, SIGKILL excepted.
         """
-        with _ending_signals_raise(), self._read_ahead_file.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with _ending_signals_raise():
             before = self.read_ahead_kb
             try:
                 self._read_ahead_file.write_text(str(kb))
@@ -81,6 +81,14 @@ def _ending_signals_raise() -> Iterator[None]:
     finally:
         for number, handler in zip(_ENDING_SIGNALS, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def alone_on_disk() -> Iterator[None]:
+    """Wait until other measurements have ended, and keep new ones waiting: all share one disk."""
+    with _DROP_CACHES.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def cached_bytes(path: Path) -> int:
@@ -114,7 +122,7 @@ def drop_page_cache(files: Sequence[Path], patience: float = 20.0) -> None:
     deadline = time.monotonic() + patience
     while True:
         os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("1")
+        _DROP_CACHES.write_text("1")
         kept = {path: nbytes for path in files if (nbytes := cached_bytes(path))}
         if not kept:
             return

@@ -174,6 +174,19 @@ def test_a_mapped_and_touched_file_cannot_be_dropped(file: Path) -> None:
 
 
 @limited
+def test_runs_exclude_each_other() -> None:
+    code = (
+        "import fcntl\n"
+        "with open('/proc/sys/vm/drop_caches', 'rb') as file:\n"
+        "    try:\n"
+        "        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "    except BlockingIOError:\n"
+        "        print('locked')"
+    )
+    assert run_limited(python(code), capture=True).output == "locked\n"
+
+
+@limited
 def test_read_ahead_holds_during_the_run_only(file: Path) -> None:
     device = BlockDevice.under(file)
     if device is None:
