@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..format.experts import expert_layers
+from ..format.experts import expert_layers, is_expert_tensor
 from ..format.gguf import GGUF
 from ..format.quants import GGMLType
-from .kernels import attention, elementwise, routing
+from .kernels import elementwise, routing
 from .kernels.registry import ACTIVATIONS, Mode, dequantise_task, weight_kernels
+from .models import FAMILIES, family_of
 from .task import Task, compile_all
 
 Progress = Callable[[str, int, int], None]
 
-_ELEMENTWISE = ("rms_norm", "rope", "silu_mul", "add_rows", "combine_experts")
+_COMMON = (
+    elementwise.rms_norm,
+    elementwise.rope,
+    elementwise.silu_mul,
+    elementwise.add_rows,
+    elementwise.combine_experts,
+    routing.route_top_k,
+)
 
 
 def model_tasks(gguf: GGUF, mode: Mode, kv_type: str) -> list[Task]:
     """The kernels that this model runs."""
     matrices = {
-        i.type for n, i in gguf.tensors.items() if len(i.shape) == 2 and n != "token_embd.weight"
+        info.type
+        for name, info in gguf.tensors.items()
+        if len(info.shape) > 1 and name != "token_embd.weight" and not is_expert_tensor(name)
     }
     if "output.weight" not in gguf.tensors:
         matrices.add(gguf.tensor("token_embd.weight").type)
     for layer in expert_layers(gguf).values():
         matrices |= {part.type for name, part in layer.parts.items() if not name.endswith("_bias")}
-    tasks = [*_fixed_tasks(kv_type), *_matrix_tasks(matrices, mode)]
+    tasks = [*_COMMON, *family_of(gguf).tasks(kv_type), *_matrix_tasks(matrices, mode)]
     embedding = dequantise_task(gguf.tensor("token_embd.weight").type)
     return tasks if embedding is None else [*tasks, embedding]
 
@@ -33,7 +43,9 @@ def model_tasks(gguf: GGUF, mode: Mode, kv_type: str) -> list[Task]:
 def all_tasks() -> list[Task]:
     """Every kernel there is, for any model."""
     types = list(GGMLType)
-    tasks = [*_fixed_tasks("f16"), *_fixed_tasks("f32")]
+    tasks = list(_COMMON)
+    for family in FAMILIES.values():
+        tasks += [*family.tasks("f16"), *family.tasks("f32")]
     tasks += [*_matrix_tasks(types, "int8"), *_matrix_tasks(types, "exact")]
     tasks += [task for kind in types if (task := dequantise_task(kind)) is not None]
     return list(dict.fromkeys(tasks))
@@ -47,12 +59,6 @@ def compile_tasks(tasks: list[Task], progress: Progress | None) -> int:
             progress("compiling kernels for this CPU", done, total)
 
     return compile_all(tasks, tell)
-
-
-def _fixed_tasks(kv_type: str) -> list[Task]:
-    names = [f"append_kv_{kv_type}", f"attention_{kv_type}"]
-    tasks = [getattr(elementwise, name) for name in _ELEMENTWISE]
-    return [*tasks, routing.route_top_k, *(getattr(attention, name) for name in names)]
 
 
 def _matrix_tasks(types: Iterable[GGMLType], mode: Mode) -> list[Task]:

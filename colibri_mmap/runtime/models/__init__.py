@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
 from ...errors import UnsupportedError
+from ...format.gguf import GGUF
 from ..arena import Rows
 from ..experts import ExpertStore
+from ..kernels import attention
 from ..kv import Batch, LayerShape
 from ..ops import Ops
+from ..task import Task
 from ..weights import Weights
 
-_MODULES = {
-    "llama": "llama",
-    "olmoe": "olmoe",
-    "qwen2moe": "qwen2moe",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3moe",
+
+def _attention(kv_type: str) -> list[Task]:
+    names = (f"append_kv_{kv_type}", f"attention_{kv_type}")
+    return [getattr(attention, name) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The module of an architecture, and by KV type the kernels that are not every model's."""
+
+    module: str
+    tasks: Callable[[str], list[Task]] = _attention
+
+
+FAMILIES = {
+    "llama": Family("llama"),
+    "olmoe": Family("olmoe"),
+    "qwen2moe": Family("qwen2moe"),
+    "qwen3": Family("qwen3"),
+    "qwen3moe": Family("qwen3moe"),
 }
-ARCHITECTURES = tuple(_MODULES)
+ARCHITECTURES = tuple(FAMILIES)
 
 
 class Model(Protocol):
@@ -36,14 +54,17 @@ class Model(Protocol):
 
 
 def load_model(weights: Weights, ops: Ops, store: ExpertStore) -> Model:
-    """The model of the file's architecture, whose routed experts `store` computes.
+    """The model of the file's architecture, whose routed experts `store` computes."""
+    module = import_module(f".{family_of(weights.gguf).module}", __package__)
+    return cast(Model, module.load(weights, ops, store))
 
-    UnsupportedError names the supported architectures.
-    """
-    name = weights.gguf.architecture
-    if name not in _MODULES:
+
+def family_of(gguf: GGUF) -> Family:
+    """The family of a file; UnsupportedError names the supported architectures."""
+    name = gguf.architecture
+    if name not in FAMILIES:
         supported = ", ".join(ARCHITECTURES)
         raise UnsupportedError(
-            f"{weights.gguf.path}: architecture {name!r} is not supported; supported: {supported}"
+            f"{gguf.path}: architecture {name!r} is not supported; supported: {supported}"
         )
-    return cast(Model, import_module(f".{_MODULES[name]}", __package__).load(weights, ops, store))
+    return FAMILIES[name]
