@@ -17,7 +17,7 @@ from ..errors import ArgumentError, ContextLengthError, FormatError
 from ..format.gguf import GGUF, open_gguf
 from . import scheduler
 from .experts import ExpertStore
-from .kv import KVCache, Trace, cache_bytes
+from .kv import STEP_TOKENS, KVCache, Trace, cache_bytes
 from .models import load_model
 from .ops import Mode, Ops
 from .pages import IoCounters, io_counters
@@ -37,7 +37,6 @@ from .weights import Weights
 KVType = Literal["f16", "f32"]
 Message = Mapping[str, Any]
 
-PREFILL_CHUNK = 512  # tokens of a prompt that go through the model together
 _MAINTAIN_EVERY = 16  # tokens
 _UNSTATED_CONTEXT = 4096  # tokens, where the file does not say what the model was made for
 
@@ -79,6 +78,7 @@ class Engine:
             planned = min(self.context_length, ctx or PLANNED_CONTEXT)
             kv_bytes = cache_bytes(self._model.kv_shapes, planned, kv_type)
             self._tier = open_ram_tier(self._weights, kv_bytes, memory)
+            self.memory_plan = self._tier.plan
             if self._tier.pager is not None:
                 store.pager = self._tier.pager
                 if memory.prefetch:
@@ -416,8 +416,8 @@ class Engine:
 
 
 def _chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(ids), PREFILL_CHUNK):
-        yield ids[start : start + PREFILL_CHUNK]
+    for start in range(0, len(ids), STEP_TOKENS):
+        yield ids[start : start + STEP_TOKENS]
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

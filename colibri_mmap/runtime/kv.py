@@ -12,18 +12,29 @@ from .kernels.attention import KEYS
 from .pages import Reservation
 from .pool import Launch
 
+STEP_TOKENS = 512  # of one sequence that go through the model together, at most
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """A layer that keeps K and V of every position: heads and sizes."""
+    """A layer that keeps K and V per position: heads and sizes.
+
+    With a `window` it keeps the last positions only: the window and the tokens of a step.
+    """
 
     heads: int
     key_size: int
     value_size: int
+    window: int = 0
 
     @property
     def padded_value_size(self) -> int:
         return -(-self.value_size // 16) * 16
+
+    def positions(self, context: int) -> int:
+        """For how many positions there is room, in a cache for `context` of them."""
+        needed = min(context, self.window + STEP_TOKENS) if self.window else context
+        return -(-needed // KEYS) * KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +57,24 @@ _INVALID = -1  # the end of a state that is being written
 
 def cache_bytes(shapes: Sequence[LayerShape], context: int, kv_type: str) -> int:
     """What a cache of `context` positions takes, in bytes."""
-    positions = -(-context // KEYS) * KEYS
     size = 2 if kv_type == "f16" else 4
     return sum(
         2 * s.nbytes
         if isinstance(s, RecurrentShape)
-        else positions * s.heads * (s.key_size + s.padded_value_size) * size
+        else s.positions(context) * s.heads * (s.key_size + s.padded_value_size) * size
         for s in shapes
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Where K and V of one layer lie, in the layout of kernels/attention.py; strides in bytes."""
+    """Where K and V of one layer lie, in the layout of kernels/attention.py; strides in bytes.
+
+    There is room for `positions`: the last ones.
+    """
 
     shape: KVShape
+    positions: int
     keys: int
     values: int
     key_head_stride: int
@@ -77,28 +91,31 @@ class KVCache:
     def __init__(self, shapes: Sequence[LayerShape], context: int, kv_type: str) -> None:
         self.context, self.kv_type = context, kv_type
         size = 2 if kv_type == "f16" else 4
-        positions = -(-context // KEYS) * KEYS
         self._memory = Reservation(
             cache_bytes(shapes, context, kv_type),
             f"{context} tokens of context; choose fewer with --ctx-size",
         )
         self.layers: dict[int, LayerCache] = {}
         self.launches: dict[object, Launch] = {}  # of single-token steps, by ops
+        self._written = 0  # the end of all positions written since the start
         address = self._memory.address
         for layer, shape in enumerate(shapes):
             if isinstance(shape, RecurrentShape):
                 continue
+            positions = shape.positions(context)
             key_head, value_head = (
                 positions * n * size for n in (shape.key_size, shape.padded_value_size)
             )
             values = address + shape.heads * key_head
-            self.layers[layer] = LayerCache(shape, address, values, key_head, value_head)
+            self.layers[layer] = LayerCache(shape, positions, address, values, key_head, value_head)
             address = values + shape.heads * value_head
         self._states = _RecurrentStates(shapes, address, self._memory)
 
-    def begin(self, position: int) -> None:
-        """A step starts at `position`, the end of what is kept."""
+    def begin(self, position: int, end: int) -> None:
+        """A step for [position, end) starts; `position` is the end of what is kept."""
+        assert end - position <= STEP_TOKENS
         self._states.begin(position)
+        self._written = max(self._written, end) if position else end
 
     def end(self, position: int) -> None:
         """The step is done: what is kept ends at `position`."""
@@ -107,9 +124,13 @@ class KVCache:
     def kept(self, length: int) -> int:
         """How many positions are left of a sequence that is cut to `length`.
 
-        All of them where every layer keeps K and V. Recurrent state cannot be taken back, except
-        by the last step: there the sequence starts from nothing.
+        All of them where every layer keeps all K and V. What left a window is lost, and recurrent
+        state cannot be taken back, except by the last step: there the sequence starts from nothing.
         """
+        for place in self.layers.values():
+            first_seen = max(0, length - place.shape.window + 1)
+            if place.shape.window and first_seen + place.positions < self._written:
+                return 0
         return self._states.kept(length)
 
     def state(self, layer: int) -> tuple[int, int]:

@@ -42,7 +42,7 @@ def step(
     start = 0
     for sequence, new in work:
         assert new
-        sequence.cache.begin(len(sequence.ids))
+        sequence.cache.begin(len(sequence.ids), len(sequence.ids) + len(new))
         slices.append(SequenceSlice(sequence.cache, start, start + len(new), len(sequence.ids)))
         start += len(new)
     tokens = np.concatenate([np.asarray(new, np.int64) for _, new in work])

@@ -29,12 +29,15 @@ class Case:
     half: bool = False
     window: int = ALL
     seed: int = 1
+    own_chunk: int = ALL
+    sinks: np.ndarray | None = None
+    ring: int = 0
     capacity: int = field(init=False)
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
         normal = lambda *shape: random.standard_normal(shape, np.float32)  # noqa: E731
-        self.capacity = -(-self.positions // kernels.KEYS) * kernels.KEYS
+        self.capacity = self.ring or -(-self.positions // kernels.KEYS) * kernels.KEYS
         self.q = normal(self.positions, self.kv_heads * self.group, self.dk)
         self.k = normal(self.positions, self.kv_heads, self.dk)
         self.v = normal(self.positions, self.kv_heads, self.dv)
@@ -58,7 +61,8 @@ class Case:
         for rows in (self.k[first:last], self.v[first:last]):
             kept.append(np.concatenate([rows.ravel(), np.full(SLACK, np.nan, np.float32)]))
             words += [kept[-1].ctypes.data, 4 * rows[0].size]
-        run(task, last - first, *words, self.kv_heads, self.dk, self.dv, first, *self.place)
+        shape = (self.kv_heads, self.dk, self.dv, first)
+        run(task, last - first, *words, *shape, *self.place, self.capacity)
 
     def attend(self, run, first: int, last: int, chunk: int = 1) -> np.ndarray:
         """Outputs [last - first, heads, dv] of these positions, which are in the cache."""
@@ -68,7 +72,8 @@ class Case:
         words = (q.ctypes.data, q.strides[0], out.ctypes.data, out.strides[0], *self.place)
         shape = (self.group, self.dk, self.dv, len(q), first)
         task = kernels.attention_f16 if self.half else kernels.attention_f32
-        more = (float_bits(self.scale), self.window, blocks)
+        sinks = 0 if self.sinks is None else self.sinks.ctypes.data
+        more = (float_bits(self.scale), self.window, blocks, self.capacity, self.own_chunk, sinks)
         run(task, self.kv_heads * blocks, *words, *shape, *more, chunk=chunk)
         return out
 
@@ -80,9 +85,17 @@ class Case:
         scores = np.einsum("tkgd,nkd->tkgn", q.astype(float), k) * self.scale
         query, key = np.arange(first, last)[:, None], np.arange(last)
         visible = (key <= query) & (key > query - self.window)
+        visible &= key // self.own_chunk == query // self.own_chunk
         scores[~np.broadcast_to(visible[:, None, None], scores.shape)] = -np.inf
+        if self.sinks is not None:
+            sinks = np.broadcast_to(
+                self.sinks.astype(float).reshape(1, self.kv_heads, self.group, 1),
+                (*scores.shape[:-1], 1),
+            )
+            scores = np.concatenate([scores, sinks], axis=-1)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
+        weights = weights[..., :last]
         return np.einsum("tkgn,nkd->tkgd", weights, v).reshape(last - first, -1, self.dv)
 
     def largest_score(self, last: int) -> float:
@@ -125,6 +138,35 @@ def test_start_offsets(run, half: bool, first: int, last: int) -> None:
 def test_windows(run, half: bool, window: int) -> None:
     Case(200, half=half, window=window).check(run, 0, 200)
     Case(200, half=half, window=window, group=1).check(run, 199, 200)
+
+
+@KINDS
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
+def test_chunks_do_not_see_one_another(run, half: bool, chunk: int) -> None:
+    Case(200, half=half, own_chunk=chunk).check(run, 0, 200)
+    Case(200, half=half, own_chunk=chunk).check(run, 199, 200)
+
+
+@KINDS
+@pytest.mark.parametrize("window", [ALL, 20])
+def test_sinks(run, half: bool, window: int) -> None:
+    """One takes nearly all the weight, one next to nothing."""
+    sinks = np.array([0.5, 8, -80, 0, 1, -1], np.float32)
+    Case(100, half=half, window=window, sinks=sinks).check(run, 0, 100)
+
+
+@KINDS
+@pytest.mark.parametrize(("window", "own_chunk"), [(20, ALL), (ALL, 64)])
+def test_ring_is_like_all_positions(run, half: bool, window: int, own_chunk: int) -> None:
+    """What is overwritten is never looked at, nor what was there before."""
+    visible = {"half": half, "window": window, "own_chunk": own_chunk}
+    whole, ring = Case(500, **visible), Case(500, ring=128, **visible)
+    whole.append(run, 0, 500)
+    for first in range(0, 500, 60):
+        last = min(500, first + 60)
+        ring.append(run, first, last)
+        expected = whole.attend(run, first, last)
+        assert np.array_equal(ring.attend(run, first, last), expected)
 
 
 @KINDS

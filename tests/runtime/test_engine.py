@@ -16,7 +16,7 @@ from variants import write_variant
 
 from colibri_mmap import Engine, Sampling
 from colibri_mmap.errors import ArgumentError, ContextLengthError, ResourceError, TemplateError
-from colibri_mmap.runtime.engine import PREFILL_CHUNK
+from colibri_mmap.runtime.kv import STEP_TOKENS
 
 PROMPT = [5, 9, 33, 120, 7, 64]
 USER = {"role": "user", "content": "Hi"}
@@ -260,7 +260,7 @@ def test_stats_and_progress(engine: Engine) -> None:
     prompt = PROMPT * 200
     calls: list[tuple[int, int]] = []
     reply = ids_of(engine.generate(prompt, 5, GREEDY, lambda *call: calls.append(call)))
-    chunks = [*range(0, len(prompt), PREFILL_CHUNK), len(prompt)]
+    chunks = [*range(0, len(prompt), STEP_TOKENS), len(prompt)]
     assert calls == [(done, len(prompt)) for done in chunks]
     stats = engine.stats
     assert (stats.prompt_tokens, stats.cached_tokens) == (len(prompt), 0)

@@ -2,7 +2,8 @@
 
 The cache of one layer and KV head holds K in groups of 16 positions, [position / 16][d_k][16], so
 that 16 keys fill a vector and no horizontal sum is needed, and V as [position][d_v rounded up to
-16]. Rows are (token, query head of the group) pairs; 64 keys at a time go through an online softmax
+16]. A cache of `ring` positions, a multiple of 64, keeps the last ones: position p lies where
+p modulo ring does. Rows are (token, query head of the group) pairs; 64 keys at a time go through an online softmax
 (Milakov and Gimelshein 2018). A row's arithmetic does not depend on its neighbours: decode,
 prefill and any chunking of units give the same bits.
 """
@@ -21,6 +22,7 @@ from ..simd import (
     load_f16x16,
     load_f32,
     load_f32x16,
+    load_i32,
     load_i64,
     load_u16,
     maximum,
@@ -32,6 +34,7 @@ from ..simd import (
     store_f16x16,
     store_f32,
     store_i16,
+    store_i32,
     store_i64,
     sub,
     total,
@@ -59,10 +62,11 @@ def _append(args, lo, hi, scratch, half):
     k, k_stride, v, v_stride = load_4_words(args)
     heads, dk, dv, position = load_4_words(args + 32)
     keys, values, key_head, value_head = load_4_words(args + 64)
+    ring = load_i64(args + 96)
     size = 2 if half else 4
     padded = (dv + 15) // 16 * 16
     for token in range(lo, hi):
-        at = position + token
+        at = (position + token) % ring
         for head in range(heads):
             source = k + token * k_stride + head * dk * 4
             target = keys + head * key_head + ((at // 16) * dk * 16 + at % 16) * size
@@ -91,7 +95,8 @@ def append_kv_f16(args: int, lo: int, hi: int, scratch: int) -> None:
     """Write K and V of tokens [lo, hi) into a cache.
 
     Arguments: k, its stride per token, v, its stride, KV heads, d_k, d_v, position of token 0, K
-    cache, V cache, and their strides per head in bytes. k and v are read up to 60 bytes past a row.
+    cache, V cache, their strides per head in bytes, and the positions they hold. k and v are read
+    up to 60 bytes past a row.
     """
     _append(args, lo, hi, scratch, True)
 
@@ -143,9 +148,9 @@ def _scores_1x2(q, keys, dk, scores, half):
 
 
 @njit(**INLINE)
-def _softmax_row(scores, state, scale, key, position, window):
-    """Scores of 64 keys -> weights; state: running maximum, sum, and the factor on the past."""
-    last, first = splat_i32x16(position + 1), splat_i32x16(position - window)
+def _softmax_row(scores, state, scale, key, position):
+    """Scores of 64 keys -> weights; state: running maximum, sum, factor on the past, last hidden."""
+    last, first = splat_i32x16(position + 1), splat_i32x16(load_i32(state + 12))
     masked = splat_f32x16(-1e38)
     top = masked
     for part in range(0, KEYS, 16):
@@ -156,7 +161,7 @@ def _softmax_row(scores, state, scale, key, position, window):
         store(scores + 4 * part, score)
         top = maximum(score, top)
     past = load_f32(state)
-    # Starts at -1e30, above the masked scores: a row with every key masked gets weights of 0.
+    # Starts above the masked scores: a row with every key masked gets weights of 0.
     best = max(past, largest(top))
     summed = zero_f32x16()
     for part in range(0, KEYS, 16):
@@ -221,16 +226,23 @@ def _write(output, factor, target, dv):
 
 # ------------------------------------------------------------------------------ the kernel
 @njit(**INLINE)
+def _last_hidden(position, window, chunk):
+    """The last key that lies too far back for the token at a position; -1 if it sees them all."""
+    return max(position - window, position // chunk * chunk - 1, -1)
+
+
+@njit(**INLINE)
 def _attend(args, lo, hi, scratch, half):
     q, q_stride, out, out_stride = load_4_words(args)
     keys, values, key_head, value_head = load_4_words(args + 32)
     group, dk, dv, tokens = load_4_words(args + 64)
     start, _, window, blocks = load_4_words(args + 96)
+    ring, chunk, sinks = load_i64(args + 128), load_i64(args + 136), load_i64(args + 144)
     scale = load_f32(args + 104)
     size = 2 if half else 4
     padded = (dv + 15) // 16 * 16
     addresses = scratch  # i64 [ROWS + 3]
-    states = scratch + 512  # f32 [ROWS + 3][4]: maximum, sum, factor on the past
+    states = scratch + 512  # [ROWS + 3][4]: f32 maximum, sum, factor on the past; i32 last hidden
     scores = scratch + 2048  # f32 [ROWS + 3][KEYS]
     outputs = scores + (ROWS + 4) * KEYS * 4  # f32 [ROWS + 3][padded]
     for unit in range(lo, hi):
@@ -239,17 +251,18 @@ def _attend(args, lo, hi, scratch, half):
         for r in range((rows + 3) // 4 * 4):
             # Up to three rows of padding repeat the last row; their results are dropped.
             index = min(first + r, first + rows - 1)
-            query = index // group * q_stride + (head * group + index % group) * dk * 4
-            store_i64(addresses + 8 * r, q + query)
-            store_f32(states + 16 * r, -1e30)
-            store_f32(states + 16 * r + 4, 0.0)
+            position, query_head = start + index // group, head * group + index % group
+            store_i64(addresses + 8 * r, q + index // group * q_stride + query_head * dk * 4)
+            store_f32(states + 16 * r, load_f32(sinks + 4 * query_head) if sinks else -1e30)
+            store_f32(states + 16 * r + 4, 1.0 if sinks else 0.0)
+            store_i32(states + 16 * r + 12, _last_hidden(position, window, chunk))
             for d in range(0, padded, 16):
                 store(outputs + (r * padded + d) * 4, zero_f32x16())
         oldest, newest = start + first // group, start + (first + rows - 1) // group
-        begin = max(0, oldest - window + 1) // KEYS * KEYS
+        begin = (_last_hidden(oldest, window, chunk) + 1) // KEYS * KEYS
         for key in range(begin, newest + 1, KEYS):
             count = min(KEYS, newest + 1 - key)
-            base = keys + head * key_head + key * dk * size
+            base = keys + head * key_head + key % ring * dk * size
             for pair in range(0, count, 32):
                 r = 0
                 while r + 1 < rows:
@@ -271,8 +284,8 @@ def _attend(args, lo, hi, scratch, half):
                     )
             for r in range((rows + 3) // 4 * 4):
                 position = start + min(first + r, first + rows - 1) // group
-                _softmax_row(scores + r * KEYS * 4, states + 16 * r, scale, key, position, window)
-            base = values + head * value_head + key * padded * size
+                _softmax_row(scores + r * KEYS * 4, states + 16 * r, scale, key, position)
+            base = values + head * value_head + key % ring * padded * size
             r = 0
             while r < rows:
                 few = r + 1 == rows
@@ -313,7 +326,9 @@ def attention_f16(args: int, lo: int, hi: int, scratch: int) -> None:
 
     Arguments: q, its stride per token, out, its stride, K cache, V cache, their strides per head
     in bytes, query heads per KV head, d_k, d_v, tokens, position of token 0, scale (float32 bits),
-    window (keys visible to a token), and blocks = ceil(tokens * group / ROWS). Units: KV heads * blocks.
+    window (keys visible to a token), blocks = ceil(tokens * group / ROWS), ring (positions that the
+    cache holds), chunk (a token sees keys with its own position // chunk only), and sinks (0 or the
+    address of one score per query head, of a key without value). Units: KV heads * blocks.
     """
     _attend(args, lo, hi, scratch, True)
 
