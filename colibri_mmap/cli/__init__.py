@@ -16,6 +16,7 @@ from colibri_mmap.cli.doctor import doctor
 from colibri_mmap.cli.inspect import inspect
 from colibri_mmap.cli.pack import pack, verify
 from colibri_mmap.cli.plan import plan
+from colibri_mmap.cli.tune import tune
 from colibri_mmap.cli.warmup import warmup
 from colibri_mmap.errors import ColibriError
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (chat, pack, verify, inspect, plan, doctor, bench, warmup):
+for command in (chat, pack, verify, inspect, plan, doctor, tune, bench, warmup):
     app.command()(command)
 
 

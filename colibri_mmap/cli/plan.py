@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colibri_mmap.cli import options
-from colibri_mmap.cli.quantities import byte_size
+from colibri_mmap.cli.quantities import byte_size, speed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -149,11 +149,11 @@ def _trunk(memory: MemoryPlan, summary: dict[str, Any]) -> str:
 
 
 def _speed(report: Report) -> str:
-    slowest, fastest = (f"{speed:.2g}" for speed in report.expected.tokens_per_second)
+    slowest, fastest = (speed(value) for value in report.expected.tokens_per_second)
     between = slowest if slowest == fastest else f"{slowest} to {fastest}"
     text = f"{between} tokens/s, limited by the {report.expected.bottleneck}"
     if report.profile is None:
         return f"{text}; a rule of thumb, `tune` measures this machine"
     tuned = report.profile
     at = f" with --ram {tuned.ram}" if tuned.ram else ""
-    return f"{text}; tune measured {tuned.tokens_per_second:.2g}{at}"
+    return f"{text}; tune measured {speed(tuned.tokens_per_second)}{at}"

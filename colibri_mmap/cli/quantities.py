@@ -13,6 +13,12 @@ def count(number: float) -> str:
     return _scaled(number, ("", "thousand", "million", "billion", "trillion"))
 
 
+def speed(tokens_per_second: float) -> str:
+    """Tokens per second, whole from 10 on."""
+    digits = 0 if tokens_per_second >= 10 else 1 if tokens_per_second >= 1 else 2
+    return f"{tokens_per_second:,.{digits}f}"
+
+
 def _scaled(value: float, units: tuple[str, ...]) -> str:
     step = 0
     while value >= 999.5 and step < len(units) - 1:

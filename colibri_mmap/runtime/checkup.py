@@ -30,6 +30,7 @@ from .warmup import all_tasks, model_tasks
 _MUCH_SWAP = 256 << 20  # bytes
 _WIDE_READ_AHEAD_KB = 512
 _SLOW_DISK = 300e6  # bytes per second
+_TELLING_READ = 256 << 10  # bytes; smaller reads say nothing about a disk's speed
 _PROBED_BYTES, _PROBED_SECONDS = 256 << 20, 1.2  # per queue depth
 _HOT, _NEAR_LIMIT = 70, 5  # degrees Celsius
 
@@ -233,7 +234,7 @@ def _disk(gguf: GGUF) -> Finding:
         f"{one / 1e9:.2f} GB/s in random reads of {size / 1e6:.2g} MB, "
         f"{four / 1e9:.2f} GB/s with four at a time"
     )
-    slow = max(one, four) < _SLOW_DISK
+    slow = max(one, four) < _SLOW_DISK and size >= _TELLING_READ
     advice = "an NVMe drive is several times faster, and so is a model that does not fit in memory"
     return _finding("disk", text, advice if slow else "")
 
