@@ -122,6 +122,19 @@ class Ops:
         self.run(key, lambda: [[job(task, x.count, chunk, *words, float_bits(eps))]])
         return out
 
+    def layer_norm(
+        self, x: Rows, weight: Vector, bias: Vector | None, eps: float, *, in_place: bool = False
+    ) -> Rows:
+        """Each row brought to mean 0 and variance 1, times `weight`, plus `bias`."""
+        assert x.width == weight.n
+        out = x if in_place else self.arena.rows(x.count, x.width)
+        words = (x.address, x.stride, out.address, out.stride, weight.address)
+        more = (bias.address if bias else 0, x.width, float_bits(eps))
+        key = ("layer_norm", x.count, *words) if x.count <= _FEW else None
+        chunk = max(4, 4096 // x.width)
+        self.run(key, lambda: [[job(elementwise.layer_norm, x.count, chunk, *words, *more)]])
+        return out
+
     def add(self, x: Rows, y: Rows) -> None:
         """x += y."""
         words = (x.address, x.stride, y.address, y.stride, x.address, x.stride, x.width)
@@ -174,6 +187,37 @@ class Ops:
                     key, lambda: self.product_phases(x, list(zip(matrices, outs, strict=True)))
                 )
         return outs
+
+    def head_linear(self, x: Rows, matrices: Sequence[Matrix]) -> Rows:
+        """The first values of every head times the matrix of the head, in one launch.
+
+        x [T, heads * size] -> [T, heads * rows]; a matrix has at most `size` columns.
+        """
+        heads, (rows, columns) = len(matrices), (matrices[0].rows, matrices[0].columns)
+        size = x.width // heads
+        out = self.arena.rows(x.count, heads * rows)
+        products = [
+            (x.columns(size * head, columns), matrix, out.columns(rows * head, rows))
+            for head, matrix in enumerate(matrices)
+        ]
+        if self.kernels(matrices[0].type) is None:
+            for part, matrix, result in products:
+                self._linear_in_panels(part, matrix, result)
+            return out
+
+        def phases() -> list[list[Job]]:
+            packs: list[Job] = []
+            multiplications: list[Job] = []
+            for part, matrix, result in products:
+                packed: Packed = {}
+                packs += self.pack_jobs(matrix.type, part, part.count, packed)
+                multiplications.append(self.product_job(matrix, packed, result))
+            return [packs, multiplications]
+
+        key = ("head_linear", x, matrices[0].address, out.address) if x.count <= _FEW else None
+        with self.temporaries():
+            self.run(key, phases)
+        return out
 
     def product_phases(self, x: Rows, products: list[tuple[Matrix, Rows]]) -> list[list[Job]]:
         """The two phases of out = x times the transposed matrix, for every (matrix, out)."""
@@ -252,10 +296,19 @@ class Ops:
             Rows(self.arena.copy_in(sines), count, pairs),
         )
 
-    def rope(self, x: Rows, heads: int, table: tuple[Rows, Rows], *, half_split: bool) -> None:
-        """Rotate the first dimensions of every head in place."""
+    def rope(
+        self,
+        x: Rows,
+        heads: int,
+        table: tuple[Rows, Rows],
+        *,
+        half_split: bool,
+        first: int = 0,
+    ) -> None:
+        """Rotate the dimensions of every head from `first` on, as many as the table has, in place."""
         cosines, sines = table
-        words = (x.address, x.stride, heads, x.width // heads, cosines.address, sines.address)
+        where = (x.address + 4 * first, x.stride, heads, x.width // heads)
+        words = (*where, cosines.address, sines.address)
         more = (cosines.stride, cosines.width, int(half_split))
         key = ("rope", x.count, *words, *more) if x.count <= _FEW else None
         self.run(key, lambda: [[job(elementwise.rope, x.count, 4, *words, *more)]])

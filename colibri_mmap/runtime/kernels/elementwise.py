@@ -21,6 +21,7 @@ from ..simd import (
     splat_f32x16,
     store,
     store_f32,
+    sub,
     total,
     zero_f32x16,
 )
@@ -54,6 +55,43 @@ def rms_norm(args: int, lo: int, hi: int, scratch: int) -> None:
         for i in range(whole, n):
             scaled_one = load_f32(source + 4 * i) * factor
             store_f32(target + 4 * i, scaled_one * load_f32(weight + 4 * i))
+
+
+@Task
+def layer_norm(args: int, lo: int, hi: int, scratch: int) -> None:
+    """out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias (Ba et al. 2016), row by row.
+
+    Arguments: x, stride, out, stride, weight, bias (0: none), n, eps (float32 bits).
+    """
+    x, x_stride, out, out_stride = load_4_words(args)
+    weight, bias, n, _ = load_4_words(args + 32)
+    eps = load_f32(args + 56)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        source, target = x + row * x_stride, out + row * out_stride
+        sums = zero_f32x16()
+        for i in range(0, whole, 16):
+            sums = add(sums, load_f32x16(source + 4 * i))
+        summed = total(sums)
+        for i in range(whole, n):
+            summed += load_f32(source + 4 * i)
+        mean = summed / n
+        squares = zero_f32x16()
+        for i in range(0, whole, 16):
+            apart = sub(load_f32x16(source + 4 * i), splat_f32x16(mean))
+            squares = fma(apart, apart, squares)
+        summed = total(squares)
+        for i in range(whole, n):
+            summed += (load_f32(source + 4 * i) - mean) ** 2
+        factor = 1.0 / math.sqrt(summed / n + eps)
+        for i in range(0, whole, 16):
+            apart = sub(load_f32x16(source + 4 * i), splat_f32x16(mean))
+            scaled = mul(mul(apart, splat_f32x16(factor)), load_f32x16(weight + 4 * i))
+            shift = load_f32x16(bias + 4 * i) if bias else zero_f32x16()
+            store(target + 4 * i, add(scaled, shift))
+        for i in range(whole, n):
+            scaled_one = (load_f32(source + 4 * i) - mean) * factor * load_f32(weight + 4 * i)
+            store_f32(target + 4 * i, scaled_one + load_f32(bias + 4 * i) if bias else scaled_one)
 
 
 @Task
