@@ -7,7 +7,7 @@ pass, so that a decode step finds the addresses of the step before, and its laun
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -193,27 +193,27 @@ class Ops:
 
         x [T, heads * size] -> [T, heads * rows]; a matrix has at most `size` columns.
         """
-        heads, (rows, columns) = len(matrices), (matrices[0].rows, matrices[0].columns)
-        size = x.width // heads
-        out = self.arena.rows(x.count, heads * rows)
-        products = [
-            (x.columns(size * head, columns), matrix, out.columns(rows * head, rows))
-            for head, matrix in enumerate(matrices)
-        ]
-        if self.kernels(matrices[0].type) is None:
-            for part, matrix, result in products:
-                self._linear_in_panels(part, matrix, result)
-            return out
+        size, rows = x.width // len(matrices), matrices[0].rows
+        out = self.arena.rows(x.count, len(matrices) * rows)
+
+        def products() -> Iterator[tuple[Rows, Matrix, Rows]]:
+            for head, matrix in enumerate(matrices):
+                part = x.columns(size * head, matrix.columns)
+                yield part, matrix, out.columns(rows * head, rows)
 
         def phases() -> list[list[Job]]:
             packs: list[Job] = []
             multiplications: list[Job] = []
-            for part, matrix, result in products:
+            for part, matrix, result in products():
                 packed: Packed = {}
                 packs += self.pack_jobs(matrix.type, part, part.count, packed)
                 multiplications.append(self.product_job(matrix, packed, result))
             return [packs, multiplications]
 
+        if self.kernels(matrices[0].type) is None:
+            for part, matrix, result in products():
+                self._linear_in_panels(part, matrix, result)
+            return out
         key = ("head_linear", x, matrices[0].address, out.address) if x.count <= _FEW else None
         with self.temporaries():
             self.run(key, phases)
@@ -305,7 +305,7 @@ class Ops:
         half_split: bool,
         first: int = 0,
     ) -> None:
-        """Rotate the dimensions of every head from `first` on, as many as the table has, in place."""
+        """Rotate dimensions of every head in place: as many as the table has, from `first` on."""
         cosines, sines = table
         where = (x.address + 4 * first, x.stride, heads, x.width // heads)
         words = (*where, cosines.address, sines.address)
