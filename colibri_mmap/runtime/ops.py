@@ -135,6 +135,20 @@ class Ops:
         self.run(key, lambda: [[job(elementwise.layer_norm, x.count, chunk, *words, *more)]])
         return out
 
+    def scale(self, x: Rows, factors: Vector) -> None:
+        """x[t] *= factors[t], or the same factor for all rows if there is one only."""
+        assert factors.n in (1, x.count)
+        stride = 0 if factors.n == 1 else 4
+        words = (x.address, x.stride, x.address, x.stride, factors.address, stride, x.width)
+        key = ("scale", x.count, *words) if x.count <= _FEW else None
+        self.run(key, lambda: [[job(elementwise.scale_rows, x.count, 4, *words)]])
+
+    def clamp(self, x: Rows, limit: float) -> None:
+        """Every value brought into [-limit, limit]."""
+        words = (x.address, x.stride, x.width, float_bits(limit))
+        key = ("clamp", x.count, *words) if x.count <= _FEW else None
+        self.run(key, lambda: [[job(elementwise.clamp_rows, x.count, 4, *words)]])
+
     def add(self, x: Rows, y: Rows) -> None:
         """x += y."""
         words = (x.address, x.stride, y.address, y.stride, x.address, x.stride, x.width)

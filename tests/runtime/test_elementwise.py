@@ -89,6 +89,18 @@ def test_silu_of_large_values(run) -> None:
     assert np.abs(out[gate < -88]).max() < 1e-30
 
 
+@each_width
+def test_clamped_swiglu(run, width: int) -> None:
+    gate, up, out = rows(width, 1), rows(width, 2), rows(width, 3)
+    gate *= 8
+    up *= 8
+    g, u = np.minimum(gate.astype(float), 7), np.clip(up.astype(float), -7, 7)
+    exact = (u + 1) * g / (1 + np.exp(-1.702 * g))
+    run(elementwise.clamped_swiglu, ROWS, *at(gate), *at(up), *at(out), width)
+    assert np.abs(out - exact).max() <= 1e-6 * np.abs(exact).max()
+    assert_surroundings_kept(out)
+
+
 # ------------------------------------------------------------------------------ norms and sums
 @each_width
 def test_rms_norm(run, width: int) -> None:
@@ -113,6 +125,26 @@ def test_add_rows(run, width: int) -> None:
     expected = x + y[:1]
     run(elementwise.add_rows, ROWS, *at(x), y.ctypes.data, 0, *at(x), width)
     assert np.array_equal(x, expected)
+
+
+@each_width
+def test_scale_rows(run, width: int) -> None:
+    x, out = rows(width), rows(width, 2)
+    factors = np.linspace(-2, 3, ROWS, dtype=np.float32)
+    run(elementwise.scale_rows, ROWS, *at(x), *at(out), factors.ctypes.data, 4, width)
+    assert np.array_equal(out, x * factors[:, None])
+    assert_surroundings_kept(out)
+    run(elementwise.scale_rows, ROWS, *at(x), *at(out), factors.ctypes.data, 0, width)
+    assert np.array_equal(out, x * factors[0])
+
+
+@each_width
+def test_clamp_rows(run, width: int) -> None:
+    x = rows(width)
+    expected = np.clip(x, -0.5, 0.5)
+    run(elementwise.clamp_rows, ROWS, *at(x), width, float_bits(0.5))
+    assert np.array_equal(x, expected)
+    assert_surroundings_kept(x)
 
 
 @each_width

@@ -12,11 +12,14 @@ from numba import njit
 from ..simd import (
     INLINE,
     add,
+    divide,
     fma,
     load_4_words,
     load_f32,
     load_f32x16,
     load_i64,
+    maximum,
+    minimum,
     mul,
     splat_f32x16,
     store,
@@ -26,7 +29,7 @@ from ..simd import (
     zero_f32x16,
 )
 from ..task import Task
-from .exponential import silu
+from .exponential import exp, silu
 
 
 @Task
@@ -139,6 +142,71 @@ def silu_mul(args: int, lo: int, hi: int, scratch: int) -> None:
             store(scratch, _silu_mul(a + 4 * whole, b + 4 * whole))
             for i in range(n - whole):
                 store_f32(target + 4 * (whole + i), load_f32(scratch + 4 * i))
+
+
+@njit(**INLINE)
+def _clamped_swiglu(gate, up):
+    seven = splat_f32x16(7.0)
+    g = minimum(load_f32x16(gate), seven)
+    u = maximum(minimum(load_f32x16(up), seven), splat_f32x16(-7.0))
+    one = splat_f32x16(1.0)
+    gated = divide(g, add(one, exp(mul(g, splat_f32x16(-1.702)))))
+    return mul(add(u, one), gated)
+
+
+@Task
+def clamped_swiglu(args: int, lo: int, hi: int, scratch: int) -> None:
+    """out = (up + 1) * gate * sigmoid(1.702 * gate) with gate <= 7 and |up| <= 7 (gpt-oss).
+
+    Arguments as of `silu_mul`.
+    """
+    gate, gate_stride, up, up_stride = load_4_words(args)
+    out, out_stride, n, _ = load_4_words(args + 32)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        a, b, target = gate + row * gate_stride, up + row * up_stride, out + row * out_stride
+        for i in range(0, whole, 16):
+            store(target + 4 * i, _clamped_swiglu(a + 4 * i, b + 4 * i))
+        if whole < n:
+            store(scratch, _clamped_swiglu(a + 4 * whole, b + 4 * whole))
+            for i in range(n - whole):
+                store_f32(target + 4 * (whole + i), load_f32(scratch + 4 * i))
+
+
+@Task
+def scale_rows(args: int, lo: int, hi: int, scratch: int) -> None:
+    """out[t] = factors[t] * x[t]; out may be x; a stride of 0 for the factors: one for all rows.
+
+    Arguments: x, stride, out, stride, factors, their stride, n.
+    """
+    x, x_stride, out, out_stride = load_4_words(args)
+    factors, factor_stride, n, _ = load_4_words(args + 32)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        source, target = x + row * x_stride, out + row * out_stride
+        factor = load_f32(factors + row * factor_stride)
+        for i in range(0, whole, 16):
+            store(target + 4 * i, mul(load_f32x16(source + 4 * i), splat_f32x16(factor)))
+        for i in range(whole, n):
+            store_f32(target + 4 * i, load_f32(source + 4 * i) * factor)
+
+
+@Task
+def clamp_rows(args: int, lo: int, hi: int, scratch: int) -> None:
+    """Every value of x brought into [-limit, limit], in place.
+
+    Arguments: x, stride, n, limit (float32 bits).
+    """
+    x, x_stride, n, _ = load_4_words(args)
+    limit = load_f32(args + 24)
+    highest, lowest = splat_f32x16(limit), splat_f32x16(-limit)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        source = x + row * x_stride
+        for i in range(0, whole, 16):
+            store(source + 4 * i, minimum(maximum(load_f32x16(source + 4 * i), lowest), highest))
+        for i in range(whole, n):
+            store_f32(source + 4 * i, min(max(load_f32(source + 4 * i), -limit), limit))
 
 
 @Task
