@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from .arena import Rows
 from .kernels.attention import KEYS
 from .pages import Reservation
 from .pool import Launch
@@ -188,6 +189,10 @@ class SequenceSlice:
     start: int
     stop: int
     position: int
+
+    def rows(self, x: Rows) -> Rows:
+        """Its rows of a batch's."""
+        return x.part(self.start, self.stop - self.start)
 
 
 @dataclass(slots=True)

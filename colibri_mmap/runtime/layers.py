@@ -38,12 +38,15 @@ class AttentionShape:
     half_split: bool
 
     @classmethod
-    def from_gguf(cls, gguf: GGUF, *, half_split: bool) -> AttentionShape:
-        """The shape that the usual keys describe."""
+    def from_gguf(
+        cls, gguf: GGUF, *, half_split: bool, kv_heads: int | None = None
+    ) -> AttentionShape:
+        """The shape that the usual keys describe; `kv_heads` where the layers differ in it."""
         width = gguf.int(".embedding_length", minimum=1)
         heads = gguf.int(".attention.head_count", minimum=1)
-        kv_heads = gguf.int(".attention.head_count_kv", heads, minimum=1)
-        if heads % kv_heads:
+        if kv_heads is None:
+            kv_heads = gguf.int(".attention.head_count_kv", heads, minimum=1)
+        if kv_heads < 1 or heads % kv_heads:
             key = ".attention.head_count_kv"
             gguf.fail(key, f"must divide the {heads} query heads, is {kv_heads}")
         key_size = gguf.int(".attention.key_length", width // heads, minimum=1)

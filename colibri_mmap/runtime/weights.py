@@ -109,6 +109,17 @@ class Weights:
             values = np.ascontiguousarray(values, np.float32)
         return Vector(values.ctypes.data, n, values)
 
+    def array(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """The tensor `name` as float32, its axes in reverse of the ggml `shape`.
+
+        Axes of length 1 may be anywhere, or missing.
+        """
+        info = self.gguf.tensor(name)
+        if [n for n in info.shape if n != 1] != [n for n in shape if n != 1]:
+            info = self.gguf.tensor(name, shape)
+        values = dequantize(self._bytes(info), GGMLQuantizationType(int(info.type)))
+        return values.astype(np.float32).reshape(shape[::-1])
+
     def optional_vector(self, name: str, *sizes: int) -> Vector | None:
         """The vector `name` of one of these sizes, or None if the file has none."""
         info = self.gguf.tensor(name, optional=True)

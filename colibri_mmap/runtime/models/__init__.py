@@ -11,7 +11,7 @@ from ...errors import UnsupportedError
 from ...format.gguf import GGUF
 from ..arena import Rows
 from ..experts import ExpertStore
-from ..kernels import attention
+from ..kernels import attention, recurrent
 from ..kv import Batch, LayerShape
 from ..ops import Ops
 from ..task import Task
@@ -32,6 +32,7 @@ class Family:
 
 
 FAMILIES = {
+    "lfm2moe": Family("lfm2moe", lambda kv: [*_attention(kv), recurrent.convolution_gated]),
     "llama": Family("llama"),
     "olmoe": Family("olmoe"),
     "qwen2moe": Family("qwen2moe"),
