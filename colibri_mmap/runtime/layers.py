@@ -16,6 +16,13 @@ import numpy as np
 from ..format.gguf import GGUF
 from .arena import Rows
 from .experts import ExpertStore, RouterShape, route
+from .kernels.routing import (
+    GROUP_BY_MAXIMUM,
+    GROUP_BY_TWO_BEST,
+    SIGMOID,
+    SOFTMAX,
+    SQRT_SOFTPLUS,
+)
 from .kv import Batch, KVShape, LayerShape
 from .ops import Ops
 from .rope import RopeFrequencies, rope_frequencies
@@ -142,6 +149,16 @@ class GatedFeedForward:
             weights.matrix(prefix + "down.weight", width, hidden),
         )
 
+    @classmethod
+    def shared(cls, weights: Weights, layer: int, width: int, hidden: int) -> GatedFeedForward:
+        """The experts that every token of a layer takes, `hidden` values wide together."""
+        prefix = f"blk.{layer}.ffn_"
+        return cls(
+            weights.matrix(prefix + "gate_shexp.weight", hidden, width),
+            weights.matrix(prefix + "up_shexp.weight", hidden, width),
+            weights.matrix(prefix + "down_shexp.weight", width, hidden),
+        )
+
     def output(self, h: Rows, ops: Ops) -> Rows:
         gate, up = ops.linears(h, self.gate, self.up)
         return ops.linear(ops.silu_mul(gate, up), self.down)
@@ -169,6 +186,32 @@ class ExpertsShape:
             RouterShape(count, used, normalise=normalise),
         )
 
+    @classmethod
+    def with_stated_routing(cls, gguf: GGUF, gating: int) -> ExpertsShape:
+        """Routing as the keys of the DeepSeek kind say; `gating` where the file is silent."""
+        count = gguf.int(".expert_count", minimum=1)
+        groups = gguf.int(".expert_group_count", 1, minimum=0) or 1
+        if count % groups:
+            gguf.fail(".expert_group_count", f"must divide the {count} experts, is {groups}")
+        groups_used = groups
+        if groups > 1:
+            groups_used = gguf.int(".expert_group_used_count", minimum=1, maximum=groups)
+        gating = gguf.int(".expert_gating_func", 0) or gating
+        if gating not in (SOFTMAX, SIGMOID, SQRT_SOFTPLUS):
+            gguf.fail(".expert_gating_func", f"must be 1, 2 or 4, is {gating}")
+        router = RouterShape(
+            count,
+            gguf.int(".expert_used_count", minimum=1, maximum=count // groups * groups_used),
+            gating=gating,
+            normalise=gguf.bool(".expert_weights_norm", False),
+            scale=gguf.float(".expert_weights_scale", 0.0) or 1.0,  # 0 means not stated
+            groups=groups,
+            groups_used=groups_used,
+            group_rule=GROUP_BY_MAXIMUM if gating == SOFTMAX else GROUP_BY_TWO_BEST,
+        )
+        width = gguf.int(".embedding_length", minimum=1)
+        return cls(width, gguf.int(".expert_feed_forward_length", minimum=1), router)
+
 
 class MixtureOfExperts:
     """x += the weighted sum of the experts that the router chooses for h."""
@@ -191,17 +234,24 @@ class MixtureOfExperts:
         self.store.add_experts(x, h, self.layer, routing)
 
 
+class ExpertsAndShared:
+    """x += routed experts(h) + the shared ones(h), which every token takes."""
+
+    def __init__(self, routed: MixtureOfExperts, shared: GatedFeedForward) -> None:
+        self.routed, self.shared = routed, shared
+
+    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
+        self.routed.add_to(x, h, ops, batch)
+        self.shared.add_to(x, h, ops, batch)
+
+
 class GatedSharedExpert:
     """x += sigmoid(ffn_gate_inp_shexp . h) * expert(h): the expert that every token takes."""
 
     def __init__(self, weights: Weights, layer: int, width: int, hidden: int) -> None:
         prefix = f"blk.{layer}.ffn_"
         self.ffn_gate_inp_shexp = weights.matrix(prefix + "gate_inp_shexp.weight", 1, width)
-        self.expert = GatedFeedForward(
-            weights.matrix(prefix + "gate_shexp.weight", hidden, width),
-            weights.matrix(prefix + "up_shexp.weight", hidden, width),
-            weights.matrix(prefix + "down_shexp.weight", width, hidden),
-        )
+        self.expert = GatedFeedForward.shared(weights, layer, width, hidden)
 
     def add_to(self, x: Rows, h: Rows, ops: Ops) -> None:
         gate = ops.numpy(ops.linear(h, self.ffn_gate_inp_shexp))
