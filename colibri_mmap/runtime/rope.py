@@ -12,6 +12,9 @@ from ..format.gguf import GGUF
 from .weights import Weights
 
 
+LOG_MULTIPLIER = ".rope.scaling.yarn_log_multiplier"  # 0.1 * DeepSeek's mscale_all_dim
+
+
 class RopeFrequencies:
     """Angles per position of every rotated pair; `factor` scales cosines and sines (YaRN)."""
 
@@ -69,5 +72,7 @@ def _yarn(
     ramp = (np.arange(rotated // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
     keep = 1.0 - np.clip(ramp, 0.0, 1.0)
     mixed = frequencies / np.float32(scale) * (1 - keep) + frequencies * keep
-    factor = gguf.float(".rope.scaling.attn_factor", 1.0) * (0.1 * math.log(scale) + 1.0)
+    factor = gguf.float(".rope.scaling.attn_factor", 1.0)
+    if not gguf.float(LOG_MULTIPLIER, 0.0):  # else the scale of the scores holds it, see mla.py
+        factor *= 0.1 * math.log(scale) + 1.0
     return RopeFrequencies(mixed.astype(np.float32), factor)

@@ -99,6 +99,13 @@ class Weights:
         address = self.files[info.shard].address + info.offset
         return Matrix(address, info.type, rows, columns, row_bytes(info.type, columns))
 
+    def stack(self, name: str, count: int, rows: int, columns: int) -> list[Matrix]:
+        """The `count` stacked matrices of the tensor `name`."""
+        info = self.gguf.tensor(name, (columns, rows, count))
+        address = self.files[info.shard].address + info.offset
+        whole = Matrix(address, info.type, count * rows, columns, row_bytes(info.type, columns))
+        return [whole.part(rows * number, rows) for number in range(count)]
+
     def vector(self, name: str, n: int) -> Vector:
         """The vector `name` as float32: in place where it is stored so, else converted."""
         info = self.gguf.tensor(name, (n,))
