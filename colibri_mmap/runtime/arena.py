@@ -33,6 +33,11 @@ class Rows(NamedTuple):
         assert self.gap == 0
         return Rows(self.address, self.count * parts, self.width // parts)
 
+    def join(self, parts: int) -> Rows:
+        """The same memory with `parts` rows at a time as one row: the inverse of `split`."""
+        assert self.gap == 0
+        return Rows(self.address, self.count // parts, self.width * parts)
+
     def part(self, first: int, count: int) -> Rows:
         """`count` rows from row `first` on."""
         return Rows(self.address + first * self.stride, count, self.width, self.gap)

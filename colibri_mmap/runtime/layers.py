@@ -237,7 +237,7 @@ class MixtureOfExperts:
 class ExpertsAndShared:
     """x += routed experts(h) + the shared ones(h), which every token takes."""
 
-    def __init__(self, routed: MixtureOfExperts, shared: GatedFeedForward) -> None:
+    def __init__(self, routed: MixtureOfExperts, shared: FeedForward) -> None:
         self.routed, self.shared = routed, shared
 
     def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
@@ -253,7 +253,7 @@ class GatedSharedExpert:
         self.ffn_gate_inp_shexp = weights.matrix(prefix + "gate_inp_shexp.weight", 1, width)
         self.expert = GatedFeedForward.shared(weights, layer, width, hidden)
 
-    def add_to(self, x: Rows, h: Rows, ops: Ops) -> None:
+    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
         gate = ops.numpy(ops.linear(h, self.ffn_gate_inp_shexp))
         factors = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate[:, 0]))
         ops.add_weighted(x, self.expert.output(h, ops), factors)

@@ -96,6 +96,10 @@ class Ops:
         """A copy of the values, float32 [count, width]."""
         return self.arena.view(rows).copy()
 
+    def vector(self, values: NDArray[np.float32]) -> Vector:
+        """A copy of float32 values in the arena."""
+        return Vector(self.arena.copy_in(values), len(values), values)
+
     # -------------------------------------------------------------------------- rows to rows
     def embed(self, table: Matrix, tokens: NDArray[np.int64]) -> Rows:
         """The rows of `table` that belong to the tokens."""
@@ -167,6 +171,15 @@ class Ops:
         key = ("silu_mul", gate, up) if gate.count <= _FEW else None
         self.run(key, lambda: [[silu_job(gate, up)]])
         return gate
+
+    def sigmoid_mul(self, gate: Rows, up: Rows) -> Rows:
+        """sigmoid(gate) * up, in the place of up."""
+        assert gate.count == up.count and gate.width == up.width
+        words = (gate.address, gate.stride, up.address, up.stride, up.address, up.stride)
+        key = ("sigmoid_mul", up.count, *words, up.width) if up.count <= _FEW * 64 else None
+        chunk, task = max(1, 8192 // up.width), elementwise.sigmoid_mul
+        self.run(key, lambda: [[job(task, up.count, chunk, *words, up.width)]])
+        return up
 
     def add_weighted(self, x: Rows, y: Rows, factors: NDArray[np.float32]) -> None:
         """x[t] += factors[t] * y[t]."""

@@ -29,7 +29,7 @@ from ..simd import (
     zero_f32x16,
 )
 from ..task import Task
-from .exponential import exp, silu
+from .exponential import exp, sigmoid, silu
 
 
 @Task
@@ -140,6 +140,27 @@ def silu_mul(args: int, lo: int, hi: int, scratch: int) -> None:
             store(target + 4 * i, _silu_mul(a + 4 * i, b + 4 * i))
         if whole < n:
             store(scratch, _silu_mul(a + 4 * whole, b + 4 * whole))
+            for i in range(n - whole):
+                store_f32(target + 4 * (whole + i), load_f32(scratch + 4 * i))
+
+
+@njit(**INLINE)
+def _sigmoid_mul(gate, up):
+    return mul(sigmoid(load_f32x16(gate)), load_f32x16(up))
+
+
+@Task
+def sigmoid_mul(args: int, lo: int, hi: int, scratch: int) -> None:
+    """out = sigmoid(gate) * up, row by row; out may be gate or up. Arguments as of `silu_mul`."""
+    gate, gate_stride, up, up_stride = load_4_words(args)
+    out, out_stride, n, _ = load_4_words(args + 32)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        a, b, target = gate + row * gate_stride, up + row * up_stride, out + row * out_stride
+        for i in range(0, whole, 16):
+            store(target + 4 * i, _sigmoid_mul(a + 4 * i, b + 4 * i))
+        if whole < n:
+            store(scratch, _sigmoid_mul(a + 4 * whole, b + 4 * whole))
             for i in range(n - whole):
                 store_f32(target + 4 * (whole + i), load_f32(scratch + 4 * i))
 

@@ -47,6 +47,13 @@ def exp(x):
 
 
 @njit(**INLINE)
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    one = splat_f32x16(1.0)
+    return divide(one, add(one, exp(sub(zero_f32x16(), x))))
+
+
+@njit(**INLINE)
 def silu(x):
     """x * sigmoid(x)."""
     return divide(x, add(splat_f32x16(1.0), exp(sub(zero_f32x16(), x))))

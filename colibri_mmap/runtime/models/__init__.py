@@ -11,7 +11,7 @@ from ...errors import UnsupportedError
 from ...format.gguf import GGUF
 from ..arena import Rows
 from ..experts import ExpertStore
-from ..kernels import attention, recurrent
+from ..kernels import attention, elementwise, recurrent
 from ..kv import Batch, LayerShape
 from ..ops import Ops
 from ..task import Task
@@ -21,6 +21,11 @@ from ..weights import Weights
 def _attention(kv_type: str) -> list[Task]:
     names = (f"append_kv_{kv_type}", f"attention_{kv_type}")
     return [getattr(attention, name) for name in names]
+
+
+def _gated_delta_net(kv_type: str) -> list[Task]:
+    tasks = [recurrent.convolution_silu, recurrent.l2_norm, recurrent.decays, recurrent.sigmoids]
+    return [*_attention(kv_type), *tasks, recurrent.delta_rule, elementwise.sigmoid_mul]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,9 @@ FAMILIES = {
     "olmoe": Family("olmoe"),
     "qwen2moe": Family("qwen2moe"),
     "qwen3": Family("qwen3"),
+    "qwen35moe": Family("qwen35moe", _gated_delta_net),
     "qwen3moe": Family("qwen3moe"),
+    "qwen3next": Family("qwen3next", _gated_delta_net),
 }
 ARCHITECTURES = tuple(FAMILIES)
 

@@ -6,30 +6,17 @@ used as they are; a shared expert, gated by a sigmoid, for every token.
 
 from __future__ import annotations
 
-from ..arena import Rows
 from ..experts import ExpertStore
-from ..kv import Batch
 from ..layers import (
     AttentionShape,
     Decoder,
+    ExpertsAndShared,
     ExpertsShape,
     GatedSharedExpert,
     MixtureOfExperts,
 )
 from ..ops import Ops
 from ..weights import Weights
-
-
-class _ExpertsAndShared:
-    def __init__(
-        self, weights: Weights, layer: int, shape: ExpertsShape, hidden: int, store: ExpertStore
-    ) -> None:
-        self.routed = MixtureOfExperts(weights, layer, shape, store)
-        self.shared = GatedSharedExpert(weights, layer, shape.width, hidden)
-
-    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
-        self.routed.add_to(x, h, ops, batch)
-        self.shared.add_to(x, h, ops)
 
 
 def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
@@ -41,5 +28,8 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
         weights,
         ops,
         shape,
-        lambda layer: _ExpertsAndShared(weights, layer, experts, shared, store),
+        lambda layer: ExpertsAndShared(
+            MixtureOfExperts(weights, layer, experts, store),
+            GatedSharedExpert(weights, layer, shape.width, shared),
+        ),
     )
