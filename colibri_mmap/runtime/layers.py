@@ -15,6 +15,7 @@ import numpy as np
 
 from ..format.gguf import GGUF
 from .arena import Rows
+from .attention import AttentionShape, GroupedQueryAttention
 from .experts import ExpertStore, RouterShape, route
 from .kernels.routing import (
     GROUP_BY_MAXIMUM,
@@ -23,114 +24,10 @@ from .kernels.routing import (
     SOFTMAX,
     SQRT_SOFTPLUS,
 )
-from .kv import Batch, KVShape, LayerShape
+from .kv import Batch, LayerShape
 from .ops import Ops
-from .rope import RopeFrequencies, rope_frequencies
+from .rope import Rope, RopeFrequencies, rope_frequencies
 from .weights import Matrix, Vector, Weights
-
-Rope = tuple[Rows, Rows]  # cosines and sines of the batch's positions
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Grouped-query attention: `heads` queries share `kv_heads` keys and values."""
-
-    width: int
-    heads: int
-    kv_heads: int
-    key_size: int
-    value_size: int
-    eps: float
-    rotated: int
-    half_split: bool
-
-    @classmethod
-    def from_gguf(
-        cls, gguf: GGUF, *, half_split: bool, kv_heads: int | None = None
-    ) -> AttentionShape:
-        """The shape that the usual keys describe; `kv_heads` where the layers differ in it."""
-        width = gguf.int(".embedding_length", minimum=1)
-        heads = gguf.int(".attention.head_count", minimum=1)
-        if kv_heads is None:
-            kv_heads = gguf.int(".attention.head_count_kv", heads, minimum=1)
-        if kv_heads < 1 or heads % kv_heads:
-            key = ".attention.head_count_kv"
-            gguf.fail(key, f"must divide the {heads} query heads, is {kv_heads}")
-        key_size = gguf.int(".attention.key_length", width // heads, minimum=1)
-        if key_size < 1:
-            gguf.fail(".attention.head_count", f"is {heads}, more than the width of {width}")
-        rotated = gguf.int(".rope.dimension_count", key_size, minimum=2, maximum=key_size)
-        if rotated % 2:
-            gguf.fail(".rope.dimension_count", f"must be even, is {rotated}")
-        return cls(
-            width,
-            heads,
-            kv_heads,
-            key_size,
-            gguf.int(".attention.value_length", key_size, minimum=1),
-            gguf.float(".attention.layer_norm_rms_epsilon"),
-            rotated,
-            half_split,
-        )
-
-
-class GroupedQueryAttention:
-    """x += attn_output(attention(rope(norm(q)), rope(norm(k)), v)) of attn_norm(x).
-
-    Biases and the norms of q and k are applied where the file has them; a norm of the width of
-    one head works on each head, one of the width of the row on the whole row.
-    """
-
-    def __init__(self, weights: Weights, layer: int, shape: AttentionShape) -> None:
-        self.shape, self.layer = shape, layer
-        self.cache_shape = KVShape(shape.kv_heads, shape.key_size, shape.value_size)
-        prefix = f"blk.{layer}."
-        q_rows = shape.heads * shape.key_size
-        k_rows, v_rows = shape.kv_heads * shape.key_size, shape.kv_heads * shape.value_size
-        self.attn_norm = weights.vector(prefix + "attn_norm.weight", shape.width)
-        if weights.has(prefix + "attn_qkv.weight"):
-            fused = weights.matrix(
-                prefix + "attn_qkv.weight", q_rows + k_rows + v_rows, shape.width
-            )
-            self.attn_q = fused.part(0, q_rows)
-            self.attn_k = fused.part(q_rows, k_rows)
-            self.attn_v = fused.part(q_rows + k_rows, v_rows)
-        else:
-            self.attn_q = weights.matrix(prefix + "attn_q.weight", q_rows, shape.width)
-            self.attn_k = weights.matrix(prefix + "attn_k.weight", k_rows, shape.width)
-            self.attn_v = weights.matrix(prefix + "attn_v.weight", v_rows, shape.width)
-        self.attn_output = weights.matrix(
-            prefix + "attn_output.weight", shape.width, shape.heads * shape.value_size
-        )
-        self.attn_q_bias = weights.optional_vector(prefix + "attn_q.bias", q_rows)
-        self.attn_k_bias = weights.optional_vector(prefix + "attn_k.bias", k_rows)
-        self.attn_v_bias = weights.optional_vector(prefix + "attn_v.bias", v_rows)
-        self.attn_output_bias = weights.optional_vector(prefix + "attn_output.bias", shape.width)
-        self.attn_q_norm = weights.optional_vector(
-            prefix + "attn_q_norm.weight", shape.key_size, q_rows
-        )
-        self.attn_k_norm = weights.optional_vector(
-            prefix + "attn_k_norm.weight", shape.key_size, k_rows
-        )
-
-    def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: Rope | None) -> None:
-        shape = self.shape
-        h = ops.rms_norm(x, self.attn_norm, shape.eps)
-        q, k, v = ops.linears(h, self.attn_q, self.attn_k, self.attn_v)
-        for rows, bias in ((q, self.attn_q_bias), (k, self.attn_k_bias), (v, self.attn_v_bias)):
-            if bias is not None:
-                ops.add_bias(rows, bias)
-        for rows, norm in ((q, self.attn_q_norm), (k, self.attn_k_norm)):
-            if norm is not None:
-                ops.rms_norm(rows.split(rows.width // norm.n), norm, shape.eps, in_place=True)
-        if rope is not None:
-            ops.rope(q, shape.heads, rope, half_split=shape.half_split)
-            ops.rope(k, shape.kv_heads, rope, half_split=shape.half_split)
-        attended = ops.attention(q, k, v, batch, self.layer, shape.key_size**-0.5)
-        y = ops.linear(attended, self.attn_output)
-        if self.attn_output_bias is not None:
-            ops.add_bias(y, self.attn_output_bias)
-        ops.add(x, y)
 
 
 class GatedFeedForward:

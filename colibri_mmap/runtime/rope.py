@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 
 from ..errors import UnsupportedError
 from ..format.gguf import GGUF
+from .arena import Rows
 from .weights import Weights
+
+Rope = tuple[Rows, Rows]  # cosines and sines of a batch's positions, [T, pairs] each
 
 
 LOG_MULTIPLIER = ".rope.scaling.yarn_log_multiplier"  # 0.1 * DeepSeek's mscale_all_dim

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..errors import FormatError, ModelReadError
 from ..format.experts import ExpertLayer, expert_layers
@@ -40,6 +40,12 @@ class Vector:
     address: int
     n: int
     values: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, values: ArrayLike) -> Vector:
+        """A vector that is not in the file."""
+        own = np.array(values, np.float32, ndmin=1)
+        return cls(own.ctypes.data, len(own), own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
