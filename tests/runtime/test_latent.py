@@ -37,7 +37,7 @@ class Case:
     def append(self, run, first: int, last: int) -> None:
         task = latent.append_latent_f16 if self.half else latent.append_latent_f32
         rows = self.latents[first:last].copy()
-        words = (rows.ctypes.data, rows.strides[0], self.size, self.cache.ctypes.data, first)
+        words = (first, rows.ctypes.data, rows.strides[0], self.size, self.cache.ctypes.data)
         run(task, last - first, *words)
 
     def attend(self, run, first: int, last: int, index: np.ndarray | None = None, chunk: int = 1):
@@ -45,12 +45,13 @@ class Case:
         compressed = self.q[first:last, :, : self.rank].copy()
         rotary = self.q[first:last, :, self.rank :].copy()
         out = np.full_like(compressed, np.nan)
-        words = [word for a in (compressed, rotary, out) for word in (a.ctypes.data, a.strides[0])]
-        words += [self.cache.ctypes.data, self.heads, self.rank, self.rotated, rotary.strides[1]]
+        words = [first, compressed.ctypes.data, compressed.strides[0], rotary.ctypes.data]
+        words += [*rotary.strides[:2], out.ctypes.data, out.strides[0]]
+        words += [self.cache.ctypes.data, self.heads, self.rank, self.rotated]
         chosen = (0, 0) if index is None else (index.ctypes.data, index.shape[1])
         task = latent.attend_latent_f16 if self.half else latent.attend_latent_f32
         units = (last - first) * -(-self.heads // latent.HEADS)
-        run(task, units, *words, first, *chosen, float_bits(self.scale), chunk=chunk)
+        run(task, units, *words, *chosen, float_bits(self.scale), chunk=chunk)
         return out
 
     def oracle(self, first: int, last: int, index: np.ndarray | None = None) -> np.ndarray:
@@ -147,15 +148,15 @@ class Indexer:
     def append(self, run) -> None:
         task = indexer.append_index_keys_f16 if self.half else indexer.append_index_keys_f32
         words = (self.keys.ctypes.data, self.keys.strides[0], self.size, self.cache.ctypes.data)
-        run(task, self.positions, *words, 0)
+        run(task, self.positions, 0, *words)
 
     def score(self, run, first: int, chosen: int, parts: int) -> np.ndarray:
         count = self.positions - first
         scores = np.full((count, self.cache.shape[0] * 16), np.nan, np.float32)
-        words: list[int] = []
+        words = [first]
         for a in (self.q[first:], self.weights[first:]):
             words += [a.ctypes.data, a.strides[0]]
-        words += [self.cache.ctypes.data, self.heads, self.size, first]
+        words += [self.cache.ctypes.data, self.heads, self.size]
         words += [scores.ctypes.data, scores.strides[0], chosen, parts]
         task = indexer.score_keys_f16 if self.half else indexer.score_keys_f32
         run(task, count * parts, *words)
@@ -185,7 +186,7 @@ def test_who_sees_few_keys_gets_no_scores(run) -> None:
 
 def select(run, scores: np.ndarray, position: int, chosen: int) -> np.ndarray:
     index = np.full((len(scores), chosen), -1, np.int32)
-    words = (scores.ctypes.data, scores.strides[0], position, chosen, index.ctypes.data)
+    words = (position, scores.ctypes.data, scores.strides[0], chosen, index.ctypes.data)
     run(indexer.select_keys, len(scores), *words)
     return index
 

@@ -2,7 +2,8 @@
 
 A position's score is the sum over the indexer's heads of weight * max(0, query . key). Its keys lie
 in groups of 16 positions, [position / 16][size][16], so that 16 of them fill a vector. The chosen
-positions are exact: the largest scores, ties to the lower position, in ascending order.
+positions are exact: the largest scores, ties to the lower position, in ascending order. The first
+argument of every task is the position of token 0.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _BITS = (11, 11, 10)  # of a score that one pass of the selection looks at
 # ------------------------------------------------------------------------------ appending
 @njit(**INLINE)
 def _append(args, lo, hi, scratch, half):
-    source, stride, size, cache = load_4_words(args)
-    position = load_i64(args + 32)
+    position, source, stride, size = load_4_words(args)
+    cache = load_i64(args + 32)
     width = 2 if half else 4
     for token in range(lo, hi):
         at = position + token
@@ -56,7 +57,7 @@ def _append(args, lo, hi, scratch, half):
 def append_index_keys_f16(args: int, lo: int, hi: int, scratch: int) -> None:
     """Write the indexer's keys of tokens [lo, hi) into a cache.
 
-    Arguments: keys, their stride, their size, cache, position of token 0.
+    Arguments: position of token 0, keys, their stride, their size, cache.
     """
     _append(args, lo, hi, scratch, True)
 
@@ -116,8 +117,8 @@ def _score_group(queries, weights, heads, size, keys, half):
 
 @njit(**INLINE)
 def _score(args, lo, hi, half):
-    queries, queries_stride, weights, weights_stride = load_4_words(args)
-    cache, heads, size, position = load_4_words(args + 32)
+    position, queries, queries_stride, weights = load_4_words(args)
+    weights_stride, cache, heads, size = load_4_words(args + 32)
     scores, scores_stride, chosen, parts = load_4_words(args + 64)
     for unit in range(lo, hi):
         token, part = unit // parts, unit % parts
@@ -136,8 +137,8 @@ def _score(args, lo, hi, half):
 def score_keys_f16(args: int, lo: int, hi: int, scratch: int) -> None:
     """Scores of the positions that consecutive tokens of a sequence see, for selection.
 
-    Arguments: queries [heads][size], their stride per token, weights [heads], their stride, cache,
-    heads, size, position of token 0, scores f32, their stride (room for the positions, rounded up
+    Arguments: position of token 0, queries [heads][size], their stride per token, weights [heads],
+    their stride, cache, heads, size, scores f32, their stride (room for the positions, rounded up
     to 16), chosen (a token that sees no more than that needs no scores), parts (of the positions of
     a token). Units: tokens * parts.
     """
@@ -183,10 +184,10 @@ def _threshold(scores, n, k, counts):
 def select_keys(args: int, lo: int, hi: int, scratch: int) -> None:
     """The positions with the largest scores; all that a token sees where it sees no more.
 
-    Arguments: scores f32, their stride per token, position of token 0, chosen, index int32 [tokens]
+    Arguments: position of token 0, scores f32, their stride per token, chosen, index int32 [tokens]
     [chosen]. Units: tokens.
     """
-    scores, stride, position, chosen = load_4_words(args)
+    position, scores, stride, chosen = load_4_words(args)
     index = load_i64(args + 32)
     for token in range(lo, hi):
         row, target = scores + token * stride, index + 4 * chosen * token

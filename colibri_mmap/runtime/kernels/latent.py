@@ -5,7 +5,7 @@ value too, and `rotated` values of the shared rotary key. The cache holds it onc
 [position][rank + rotated, rounded up to 16]. Sixteen heads of a token fill the lanes of a vector,
 and 64 positions at a time, the first ones or those of an index list, are brought into scratch as
 float32 and go through an online softmax (Milakov and Gimelshein 2018). The arithmetic of a token
-does not depend on its neighbours.
+does not depend on its neighbours. The first argument of every task is the position of token 0.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _copy_padded(source, n, target):
 # ------------------------------------------------------------------------------ appending
 @njit(**INLINE)
 def _append(args, lo, hi, scratch, half):
-    latents, stride, n, cache = load_4_words(args)
-    position = load_i64(args + 32)
+    position, latents, stride, n = load_4_words(args)
+    cache = load_i64(args + 32)
     padded = (n + 15) // 16 * 16
     for token in range(lo, hi):
         target = cache + (position + token) * padded * (2 if half else 4)
@@ -79,7 +79,7 @@ def _append(args, lo, hi, scratch, half):
 def append_latent_f16(args: int, lo: int, hi: int, scratch: int) -> None:
     """Write the latents of tokens [lo, hi) into a cache.
 
-    Arguments: latents, their stride, their size, cache, position of token 0.
+    Arguments: position of token 0, latents, their stride, their size, cache.
     """
     _append(args, lo, hi, scratch, True)
 
@@ -188,9 +188,9 @@ def _add_values_of_8(weights, keys, line, count, factor, outputs):
 # ------------------------------------------------------------------------------ the kernel
 @njit(**INLINE)
 def _attend(args, lo, hi, scratch, half):
-    latent, latent_stride, rotary, rotary_stride = load_4_words(args)
-    out, out_stride, cache, heads = load_4_words(args + 32)
-    rank, rotated, rotary_step, position = load_4_words(args + 64)
+    position, latent, latent_stride, rotary = load_4_words(args)
+    rotary_stride, rotary_step, out, out_stride = load_4_words(args + 32)
+    cache, heads, rank, rotated = load_4_words(args + 64)
     index, chosen = load_i64(args + 96), load_i64(args + 104)
     scale = splat_f32x16(load_f32(args + 112))
     size = rank + rotated
@@ -243,11 +243,10 @@ def _attend(args, lo, hi, scratch, half):
 def attend_latent_f16(args: int, lo: int, hi: int, scratch: int) -> None:
     """Causal attention of consecutive tokens of one sequence over its latents.
 
-    Arguments: compressed queries [heads][rank], their stride per token, rotary queries, their
-    stride per token, out [heads][rank], its stride, cache, heads, rank, rotated, bytes from one
-    head's rotary query to the next, position of token 0, index (0: all positions) int32 [tokens]
-    [chosen] of which a token at position p reads the first min(p + 1, chosen), chosen, scale
-    (float32 bits). Units: tokens * ceil(heads / 16).
+    Arguments: position of token 0, compressed queries [heads][rank], their stride per token, rotary
+    queries, their stride per token and per head, out [heads][rank], its stride, cache, heads, rank,
+    rotated, index (0: all positions) int32 [tokens][chosen] of which a token at position p reads
+    the first min(p + 1, chosen), chosen, scale (float32 bits). Units: tokens * ceil(heads / 16).
     """
     _attend(args, lo, hi, scratch, True)
 
