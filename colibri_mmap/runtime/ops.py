@@ -6,14 +6,11 @@ pass, so that a decode step finds the addresses of the step before, and its laun
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from ..format.quants import GGMLType
@@ -108,7 +105,7 @@ class Ops:
         if task is None:
             view = self.arena.view(out)
             for row, token in enumerate(tokens):
-                view[row] = _dequantised(table.part(int(token), 1))
+                view[row] = table.part(int(token), 1).floats()
             return out
         index = self.arena.copy_in(tokens)
         words = (table.address, table.row_bytes, table.columns, out.address, out.stride, index)
@@ -307,7 +304,7 @@ class Ops:
         for first in range(0, matrix.rows, rows):
             count = min(rows, matrix.rows - first)
             with self.temporaries():
-                address = self.arena.copy_in(_dequantised(matrix.part(first, count)))
+                address = self.arena.copy_in(matrix.part(first, count).floats())
                 panel = Matrix(address, GGMLType.F32, count, matrix.columns, 4 * matrix.columns)
                 part = self.arena.rows(x.count, count)
                 self.run(None, lambda p=panel, o=part: self.product_phases(x, [(p, o)]))  # type: ignore[misc]
@@ -429,12 +426,3 @@ def _attention_jobs(
         *(scale, window, blocks, place.positions, chunk, sinks),
     )
     return append, attend
-
-
-def _dequantised(matrix: Matrix) -> NDArray[np.float32]:
-    """The exact float32 values [rows, columns] of a matrix of any type, by gguf-py."""
-    nbytes = matrix.rows * matrix.row_bytes
-    memory = memoryview((ctypes.c_uint8 * nbytes).from_address(matrix.address))
-    raw = np.frombuffer(memory, np.uint8)
-    rows = raw.reshape(matrix.rows, matrix.row_bytes)
-    return dequantize(rows, GGMLQuantizationType(int(matrix.type))).astype(np.float32, copy=False)

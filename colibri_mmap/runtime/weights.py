@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,16 @@ class Matrix:
         """The matrix of `rows` rows from row `first` on."""
         where = self.address + first * self.row_bytes
         return Matrix(where, self.type, rows, self.columns, self.row_bytes)
+
+    def raw(self) -> NDArray[np.uint8]:
+        """The bytes [rows, row_bytes], in place."""
+        memory = (ctypes.c_uint8 * (self.rows * self.row_bytes)).from_address(self.address)
+        return np.frombuffer(memory, np.uint8).reshape(self.rows, self.row_bytes)
+
+    def floats(self) -> NDArray[np.float32]:
+        """The exact values [rows, columns] of a matrix of any type, by gguf-py."""
+        values = dequantize(self.raw(), GGMLQuantizationType(int(self.type)))
+        return values.astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
