@@ -16,6 +16,7 @@ from .layers import (
     Mixer,
     MixtureOfExperts,
 )
+from .norm import rms_norm
 from .ops import Ops
 from .rope import Rope, rope_frequencies
 from .weights import Weights
@@ -75,12 +76,13 @@ def hybrid_decoder(weights: Weights, ops: Ops, store: ExpertStore, *, tiled: boo
             if recurrent[layer]
             else GatedAttention(weights, layer, attention)
         )
-        norm = weights.vector(f"blk.{layer}.post_attention_norm.weight", attention.width)
+        norm = rms_norm(weights, f"blk.{layer}.post_attention_norm")
         ffn = ExpertsAndShared(
             MixtureOfExperts(weights, layer, experts, store),
             GatedSharedExpert(weights, layer, attention.width, shared),
         )
-        return Block(mixer, norm, ffn, attention.eps)
+        return Block(mixer, norm, ffn)
 
     rope = rope_frequencies(weights, attention.rotated)
-    return Decoder(weights, ops, [block(layer) for layer in range(layers)], rope)
+    blocks = [block(layer) for layer in range(layers)]
+    return Decoder(weights, ops, blocks, rope, rms_norm(weights, "output_norm"))

@@ -25,9 +25,10 @@ from .kernels.routing import (
     SQRT_SOFTPLUS,
 )
 from .kv import Batch, LayerShape
+from .norm import Norm
 from .ops import Ops
 from .rope import Rope, RopeFrequencies, rope_frequencies
-from .weights import Matrix, Vector, Weights
+from .weights import Matrix, Weights
 
 
 class GatedFeedForward:
@@ -174,13 +175,12 @@ class FeedForward(Protocol):
 class Block:
     """x += mixer, then x += feed-forward, each of the normed x (pre-norm)."""
 
-    def __init__(self, mixer: Mixer, ffn_norm: Vector, ffn: FeedForward, eps: float) -> None:
-        self.mixer, self.ffn_norm, self.ffn, self.eps = mixer, ffn_norm, ffn, eps
+    def __init__(self, mixer: Mixer, ffn_norm: Norm, ffn: FeedForward) -> None:
+        self.mixer, self.ffn_norm, self.ffn = mixer, ffn_norm, ffn
 
     def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: Rope | None) -> None:
         self.mixer.add_to(x, ops, batch, rope)
-        h = ops.rms_norm(x, self.ffn_norm, self.eps)
-        self.ffn.add_to(x, h, ops, batch)
+        self.ffn.add_to(x, self.ffn_norm(x, ops), ops, batch)
 
 
 class Decoder:
@@ -195,16 +195,15 @@ class Decoder:
         ops: Ops,
         blocks: Sequence[Block],
         rope: RopeFrequencies | None,
-        output_norm: str = "output_norm.weight",
+        output_norm: Norm,
     ) -> None:
         gguf = weights.gguf
-        self.ops, self.blk, self.rope = ops, blocks, rope
+        self.ops, self.blk, self.rope, self.output_norm = ops, blocks, rope, output_norm
         self.context_length = gguf.int(".context_length", minimum=0)
         self.kv_shapes: Sequence[LayerShape] = [block.mixer.cache_shape for block in blocks]
         width = gguf.int(".embedding_length", minimum=1)
         self.vocabulary = gguf.tensor("token_embd.weight").shape[-1]
         self.token_embd = weights.matrix("token_embd.weight", self.vocabulary, width)
-        self.output_norm = weights.vector(output_norm, width)
         self.output = (
             weights.matrix("output.weight", self.vocabulary, width)
             if weights.has("output.weight")
@@ -218,18 +217,20 @@ class Decoder:
         ops: Ops,
         shape: AttentionShape,
         make_ffn: Callable[[int], FeedForward],
+        *,
+        ffn_norm: str = "ffn_norm",
     ) -> Decoder:
-        """Grouped-query attention of one shape in every block."""
+        """Grouped-query attention of one shape in every block; `ffn_norm` is the norm's name."""
         blocks = [
             Block(
                 GroupedQueryAttention(weights, i, shape),
-                weights.vector(f"blk.{i}.ffn_norm.weight", shape.width),
+                shape.norm(weights, f"blk.{i}.{ffn_norm}"),
                 make_ffn(i),
-                shape.eps,
             )
             for i in range(weights.gguf.int(".block_count", minimum=1))
         ]
-        return cls(weights, ops, blocks, rope_frequencies(weights, shape.rotated))
+        rope = rope_frequencies(weights, shape.rotated)
+        return cls(weights, ops, blocks, rope, shape.norm(weights, "output_norm"))
 
     def forward(self, batch: Batch) -> Rows:
         """Logits [wanted, V] of a batch, whose tokens are appended to their caches."""
@@ -239,5 +240,5 @@ class Decoder:
         for block in self.blk:
             with ops.temporaries():
                 block.add_to(x, ops, batch, rope)
-        wanted = ops.rms_norm(ops.select(x, batch.wanted), self.output_norm, self.blk[-1].eps)
+        wanted = self.output_norm(ops.select(x, batch.wanted), ops)
         return ops.linear(wanted, self.output)

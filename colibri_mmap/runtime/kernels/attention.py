@@ -3,9 +3,9 @@
 The cache of one layer and KV head holds K in groups of 16 positions, [position / 16][d_k][16], so
 that 16 keys fill a vector and no horizontal sum is needed, and V as [position][d_v rounded up to
 16]. A cache of `ring` positions, a multiple of 64, keeps the last ones: position p lies where
-p modulo ring does. Rows are (token, query head of the group) pairs; 64 keys at a time go through an online softmax
-(Milakov and Gimelshein 2018). A row's arithmetic does not depend on its neighbours: decode,
-prefill and any chunking of units give the same bits.
+p modulo ring does. Rows are (token, query head of the group) pairs; 64 keys at a time go through an
+online softmax (Milakov and Gimelshein 2018). A row's arithmetic does not depend on its neighbours:
+decode, prefill and any chunking of units give the same bits.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _scores_1x2(q, keys, dk, scores, half):
 
 @njit(**INLINE)
 def _softmax_row(scores, state, scale, key, position):
-    """Scores of 64 keys -> weights; state: running maximum, sum, factor on the past, last hidden."""
+    """Scores of 64 keys -> weights; state: maximum so far, sum, factor on the past, last hidden."""
     last, first = splat_i32x16(position + 1), splat_i32x16(load_i32(state + 12))
     masked = splat_f32x16(-1e38)
     top = masked

@@ -23,6 +23,7 @@ from ..layers import (
     MixtureOfExperts,
     Rope,
 )
+from ..norm import rms_norm
 from ..ops import Ops
 from ..pool import Job
 from ..recurrent import MAX_TAPS, Convolution, run_with_state
@@ -82,8 +83,7 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
         return MixtureOfExperts(weights, layer, experts, store)
 
     blocks = [
-        Block(mixer(i), weights.vector(f"blk.{i}.ffn_norm.weight", width), ffn(i), eps)
-        for i in range(layers)
+        Block(mixer(i), rms_norm(weights, f"blk.{i}.ffn_norm"), ffn(i)) for i in range(layers)
     ]
     rope = rope_frequencies(weights, attention.rotated)
-    return Decoder(weights, ops, blocks, rope, output_norm="token_embd_norm.weight")
+    return Decoder(weights, ops, blocks, rope, rms_norm(weights, "token_embd_norm"))
