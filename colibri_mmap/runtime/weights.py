@@ -35,7 +35,8 @@ class Matrix:
 
     def raw(self) -> NDArray[np.uint8]:
         """The bytes [rows, row_bytes], in place."""
-        memory = (ctypes.c_uint8 * (self.rows * self.row_bytes)).from_address(self.address)
+        nbytes = self.rows * self.row_bytes
+        memory = memoryview((ctypes.c_uint8 * nbytes).from_address(self.address))
         return np.frombuffer(memory, np.uint8).reshape(self.rows, self.row_bytes)
 
     def floats(self) -> NDArray[np.float32]:
