@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from colibri_mmap.cli import options
 from colibri_mmap.cli.quantities import byte_size
-from colibri_mmap.errors import FormatError
+from colibri_mmap.errors import ArgumentError, FormatError
 
 NAMED = 3  # damaged parts that the error of `verify` names
 Source = Annotated[
@@ -31,6 +31,13 @@ def pack(
             help="Alignment of each expert: a power of two from 4096 to 2097152.",
         ),
     ] = 4096,
+    order: Annotated[
+        Literal["file", "hot"],
+        typer.Option(
+            "--order",
+            help="Experts of a layer as in the file, or the most used first, by past runs.",
+        ),
+    ] = "file",
     force: Annotated[bool, typer.Option("--force", help="Replace a target that exists.")] = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -48,6 +55,7 @@ def pack(
                 source,
                 target,
                 align=align,
+                order=_hot_order(source) if order == "hot" else None,
                 force=force,
                 progress=lambda done, total: bar("packing", done, total),
             )
@@ -58,6 +66,20 @@ def pack(
     size = target.stat().st_size
     text = f"{target}: {byte_size(size)} in {seconds:.1f} s"
     results().print(printable(text), markup=False, soft_wrap=True)
+
+
+def _hot_order(source: Path) -> dict[int, list[int]]:
+    """The experts of each layer by the uses that were counted, the most used first."""
+    from colibri_mmap.format.gguf import open_gguf
+    from colibri_mmap.runtime.usage import load_usage
+
+    order = load_usage(open_gguf(source)).order()
+    if not order:
+        raise ArgumentError(
+            f"{source}: no uses of its experts are known yet; generate some text with it first, "
+            "without --no-learn"
+        )
+    return order
 
 
 def verify(

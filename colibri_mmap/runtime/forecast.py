@@ -82,7 +82,8 @@ def forecast(
         chosen = sum(layer.expert_bytes for layer in layers.values()) * top_k
         read += expected_reads(sizes, uses, plan.expert_budget if plan.evict else sizes.sum())
     computed = trunk_bytes + chosen
-    disk, compute = read / rates.disk_depth_4, computed / rates.kernels
+    disk = read / (rates.disk_depth_4 or RULE_OF_THUMB.disk_depth_4)
+    compute = computed / rates.kernels
     bottleneck: Bottleneck = "disk"
     if disk < compute:
         fast = rates.kernels >= _AT_MEMORY_SPEED * rates.memory

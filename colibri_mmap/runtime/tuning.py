@@ -85,7 +85,7 @@ def tune(
 
     `report` is told of every comparison as soon as it is made.
     """
-    started = time.monotonic()
+    deadline = time.monotonic() + seconds
     gguf = open_gguf(model)
     most = default_threads()
     rates = measure_rates(gguf, most, mode, progress)
@@ -93,18 +93,14 @@ def tune(
     best = Setting(most)
     candidates = list(_candidates(best, gguf, trials.all_fit(best)))
     progress("a first trial", 0, 0)
-    trials.choose_length(best, seconds - (time.monotonic() - started), len(candidates))
+    trials.choose_length(best, deadline - time.monotonic(), len(candidates))
     comparisons: list[Comparison] = []
     untried: list[str] = []
     for number, (name, change) in enumerate(candidates):
         progress(f"trying {name}", number, len(candidates))
         other = change(best)
-        if time.monotonic() - started > seconds:
-            untried.append(name)
-            continue
-        try:
-            comparison = trials.compare(name, best, other)
-        except ArgumentError:  # a file system without direct reads
+        comparison = trials.compare(name, best, other, deadline)
+        if comparison is None:
             untried.append(name)
             continue
         comparisons.append(comparison)
@@ -168,11 +164,18 @@ class _Trials:
             self._run(setting)  # brings what all trials use into memory
         self._speeds.clear()
 
-    def compare(self, name: str, best: Setting, other: Setting) -> Comparison:
-        """Both in turn; less often if the first pair leaves no hope."""
+    def compare(
+        self, name: str, best: Setting, other: Setting, deadline: float
+    ) -> Comparison | None:
+        """Both in turn; less often if the first pair leaves no hope, None if there is no time."""
         gains: list[float] = []
         for _ in range(_PAIRS):
-            before, after = self._run(best), self._run(other)
+            if time.monotonic() > deadline:
+                return None
+            try:
+                before, after = self._run(best), self._run(other)
+            except ArgumentError:  # a file system without direct reads
+                return None
             gains.append(after / before)
             if gains[0] < _HOPELESS:
                 break
