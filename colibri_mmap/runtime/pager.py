@@ -145,21 +145,18 @@ class ExpertPager:
         with self._changed:
             self._ahead.intersection_update(numbers.tolist())  # others were read in vain
             present = self._state[numbers] == State.READY
-            missing = numbers[~present].tolist()
-            on_their_way = [n for n in missing if self._state[n] == State.LOADING]
-            self._ahead.update(on_their_way)
         self._count(numbers, present)
-        self._queue(on_their_way, "one_shot", self._demand)
+        missing = numbers[~present].tolist()
         queue = deque([*missing, *upcoming])
         group = numbers[present].tolist()
-        self._ahead.difference_update(group)
-        self._read_ahead(queue, group)
+        self._read_ahead(queue, len(upcoming), missing, group)
         if group:
             yield np.flatnonzero(present)
+        done = 0
         for arrived in self._arrivals(missing, np.flatnonzero(~present)):
             group = numbers[arrived].tolist()
-            self._ahead.difference_update(group)
-            self._read_ahead(queue, group)
+            done += len(group)
+            self._read_ahead(queue, len(upcoming), missing[done:], group)
             yield arrived
 
     def prefetch(self, layer: range, experts: Sequence[int]) -> None:
@@ -214,18 +211,26 @@ class ExpertPager:
                     queue.append(number)
             self._changed.notify_all()
 
-    def _read_ahead(self, queue: deque[int], group: Sequence[int]) -> None:
-        """Load what comes next in `queue` while there is room in the window."""
+    def _read_ahead(
+        self, queue: deque[int], upcoming: int, missing: Sequence[int], group: Sequence[int]
+    ) -> None:
+        """Load what comes next in `queue` while there is room in the window, and in any case the
+        first of `missing`, which will be waited for; `group` is computed now. The last `upcoming`
+        in the queue are for later."""
         sizes = self.source.sizes
+        spare = upcoming + max(0, len(missing) - 1)
         window = min(_WINDOW_BYTES, self.policy.budget // 4)
         fresh: list[int] = []
         with self._changed:
+            self._ahead.difference_update(group)
+            # some arrive without being asked for here: they too must not leave before their turn
+            self._ahead.update(n for n in missing if self._state[n] != State.ABSENT)
             inside = sum(int(sizes[n]) for n in self._ahead)
-            while queue and (inside < window or not self._ahead):
+            while queue and (inside < window or len(queue) > spare):
                 number = queue.popleft()
-                if self._state[number] == State.ABSENT:
+                if self._state[number] != State.READY:
                     fresh.append(number)
-                    inside += int(sizes[number])
+                    inside += int(sizes[number]) if number not in self._ahead else 0
                     self._ahead.add(number)
         if fresh:
             self._queue(fresh, "one_shot", self._demand)
