@@ -199,8 +199,8 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as directory:
             measure(arguments, Path(directory), runs)
-    except ColibriError as error:
-        stopped = f"error: {error}"
+    except (ColibriError, KeyboardInterrupt, SystemExit) as error:
+        stopped = f"error: {error or 'interrupted'}"  # what has been measured is still reported
     found = checks(runs)
     if arguments.json:
         setting = {name: str(value) for name, value in vars(arguments).items()}
