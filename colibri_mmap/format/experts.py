@@ -91,6 +91,12 @@ class ExpertLayer:
         return tuple(merged)
 
 
+def used_blocks(gguf: GGUF) -> int:
+    """How many blocks generation runs: those behind them, for guessing further tokens, it skips."""
+    blocks = gguf.int(".block_count", minimum=1)
+    return blocks - gguf.int(".nextn_predict_layers", 0, minimum=0, maximum=blocks - 1)
+
+
 def expert_layers(gguf: GGUF) -> dict[int, ExpertLayer]:
     """All layers with routed experts, checked; FormatError if parts are lost or do not match."""
     found: dict[int, list[ExpertPart]] = defaultdict(list)

@@ -13,6 +13,7 @@ from ..arena import Rows
 from ..experts import ExpertStore
 from ..kernels import attention, elementwise, recurrent
 from ..kv import Batch, LayerShape
+from ..mla import latent_tasks
 from ..ops import Ops
 from ..task import Task
 from ..weights import Weights
@@ -37,6 +38,7 @@ class Family:
 
 
 FAMILIES = {
+    "deepseek2": Family("deepseek2", latent_tasks),
     "lfm2moe": Family("lfm2moe", lambda kv: [*_attention(kv), recurrent.convolution_gated]),
     "llama": Family("llama"),
     "olmoe": Family("olmoe"),
