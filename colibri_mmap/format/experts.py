@@ -91,6 +91,20 @@ class ExpertLayer:
         return tuple(merged)
 
 
+def skipped_blocks(gguf: GGUF) -> range:
+    """The last blocks, which guess tokens ahead: a forward pass leaves them out."""
+    ahead = gguf.int(".nextn_predict_layers", 0, minimum=0)
+    if ahead == 0:
+        return range(0)
+    blocks = gguf.int(".block_count", minimum=ahead + 1)
+    return range(blocks - ahead, blocks)
+
+
+def block_count(gguf: GGUF) -> int:
+    """How many blocks a forward pass runs."""
+    return gguf.int(".block_count", minimum=1) - len(skipped_blocks(gguf))
+
+
 def used_blocks(gguf: GGUF) -> int:
     """How many blocks generation runs: those behind them, for guessing further tokens, it skips."""
     blocks = gguf.int(".block_count", minimum=1)
@@ -98,6 +112,12 @@ def used_blocks(gguf: GGUF) -> int:
 
 
 def expert_layers(gguf: GGUF) -> dict[int, ExpertLayer]:
+    """The layers with routed experts that a forward pass runs, checked."""
+    skipped = skipped_blocks(gguf)
+    return {n: layer for n, layer in all_expert_layers(gguf).items() if n not in skipped}
+
+
+def all_expert_layers(gguf: GGUF) -> dict[int, ExpertLayer]:
     """All layers with routed experts, checked; FormatError if parts are lost or do not match."""
     found: dict[int, list[ExpertPart]] = defaultdict(list)
     singles: dict[tuple[int, str], dict[int, TensorInfo]] = defaultdict(dict)

@@ -38,7 +38,7 @@ from colibri_mmap.format.encode import (
     encode_numbers,
     encode_texts,
 )
-from colibri_mmap.format.experts import ExpertLayer, Extent, expert_layers, is_expert_tensor
+from colibri_mmap.format.experts import ExpertLayer, Extent, all_expert_layers, is_expert_tensor
 from colibri_mmap.format.gguf import GGUF, TensorInfo
 from colibri_mmap.format.header import read_header
 from colibri_mmap.format.quants import GGMLType
@@ -197,7 +197,7 @@ def plan_container(
     """The plan to pack a model; `order` may list the experts of a layer as they shall be stored."""
     if not ALIGNMENT <= align <= MAX_ALIGN or align & (align - 1):
         raise ArgumentError(f"align must be a power of two from 4096 to {MAX_ALIGN}, is {align}")
-    layers = expert_layers(gguf)
+    layers = all_expert_layers(gguf)
     if unknown := sorted(set(order or {}) - set(layers)):
         raise ArgumentError(f"order names layer {unknown[0]}, which has no routed experts")
     trunk = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from colibri_mmap.format.container import VERSION_KEY, records
-from colibri_mmap.format.experts import expert_layers
+from colibri_mmap.format.experts import all_expert_layers
 from colibri_mmap.format.gguf import open_gguf
 from colibri_mmap.format.stream import StreamReader
 
@@ -30,7 +30,7 @@ def verify(
 ) -> Verification:
     """Check the structure of a model (FormatError) and recompute a container's checksums."""
     gguf = open_gguf(path)
-    expert_layers(gguf)
+    all_expert_layers(gguf)
     if VERSION_KEY not in gguf.metadata:
         return Verification(gguf.path, False, 0, ())
     total = sum(record.nbytes for record in records(gguf))

@@ -14,10 +14,22 @@ from numpy.typing import NDArray
 
 from .arena import Rows
 from .kernels.routing import GROUP_BY_TWO_BEST, SOFTMAX, route_top_k
-from .ops import PRODUCT_OUT, Ops, Packed, combine_job, float_bits, silu_job
+from .ops import (
+    BIAS,
+    BIAS_OUT,
+    BIAS_X,
+    PRODUCT_OUT,
+    Ops,
+    Packed,
+    activation_job,
+    bias_job,
+    combine_job,
+    float_bits,
+)
 from .pager import ExpertPager
 from .pool import ARGUMENTS, Job, Launch, job
 from .predict import RouterPredictor
+from .task import Task
 from .weights import ExpertPartWeights, ExpertWeights, Matrix, Vector
 
 _WAVE_SLOTS = 1024  # (token, choice) pairs computed at a time: bounds the memory of prefill
@@ -78,12 +90,19 @@ class ExpertStore:
         self._ops = ops
         self.layers: dict[int, ExpertWeights] = {}
         self.routers: dict[int, Matrix] = {}
+        self._activations: dict[int, Task] = {}
         self.predictor: RouterPredictor | None = None
         self._steps: dict[object, _DecodeStep] = {}
 
-    def add_layer(self, layer: int, experts: ExpertWeights, router: Matrix) -> None:
-        """Make the experts of a layer known; layers come in the order of the forward pass."""
+    def add_layer(
+        self, layer: int, experts: ExpertWeights, router: Matrix, activation: Task
+    ) -> None:
+        """Make the experts of a layer known; layers come in the order of the forward pass.
+
+        `activation` joins gate and up: `silu_mul` or a task with the same arguments.
+        """
         self.layers[layer], self.routers[layer] = experts, router
+        self._activations[layer] = activation
 
     def add_experts(self, x: Rows, h: Rows, layer: int, routing: Routing) -> None:
         """x[t] += sum over j of weights[t, j] * expert ids[t, j] of h[t]."""
@@ -94,9 +113,12 @@ class ExpertStore:
             else:
                 self._add_grouped(x, h, experts, layer, routing)
 
-    def _matrix(self, part: ExpertPartWeights, layer: int, expert: int) -> Matrix:
+    def _address(self, part: str, layer: int, expert: int) -> int:
         chosen = np.array([expert], np.int64)
-        return part.at(int(self.pager.source.addresses(part.name, layer, chosen)[0]))
+        return int(self.pager.source.addresses(part, layer, chosen)[0])
+
+    def _matrix(self, part: ExpertPartWeights, layer: int, expert: int) -> Matrix:
+        return part.at(self._address(part.name, layer, expert))
 
     # -------------------------------------------------------------------------- one token
     def _add_one_token(
@@ -106,7 +128,8 @@ class ExpertStore:
         key = (layer, x.address, h.address, routing.weights_address)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = _DecodeStep(self._ops, x, h, experts, routing)
+            activation = self._activations[layer]
+            step = self._steps[key] = _DecodeStep(self._ops, x, h, experts, routing, activation)
         chosen, source, run = routing.ids[0], self.pager.source, self._ops.pool.run
         run(step.pack)
         for positions in self.pager.fetch(layer, chosen):
@@ -114,7 +137,7 @@ class ExpertStore:
             run(
                 step.group(
                     positions,
-                    [source.addresses(part.name, layer, group) for part in experts.parts],
+                    [source.addresses(name, layer, group) for name in experts.part_names],
                 )
             )
         run(step.combine)
@@ -163,7 +186,8 @@ class ExpertStore:
         ops = self._ops
         total = int((groups.stops[wave] - groups.starts[wave]).sum())
         gate, up = (ops.arena.rows(total, part.rows) for part in (experts.gate, experts.up))
-        phases: list[list[Job]] = [[], [], [silu_job(gate, up)], [], []]
+        activation = [activation_job(self._activations[layer], gate, up)]
+        phases: list[list[Job]] = [[], [], [], activation, [], [], []]
         first = 0
         for index in wave.tolist():
             start, count = (
@@ -173,14 +197,17 @@ class ExpertStore:
             expert = int(groups.experts[index])
             tokens = ops.arena.copy_in(groups.order[start : start + count] // k)
             packed: Packed = {}
-            for part, out in ((experts.gate, gate), (experts.up, up)):
+            outs = (gate.part(first, count), up.part(first, count), y.part(start, count))
+            for part, out in zip(experts.parts[:2], outs[:2], strict=True):
                 phases[0] += ops.pack_jobs(part.type, h, count, packed, tokens)
                 matrix = self._matrix(part, layer, expert)
-                phases[1].append(ops.product_job(matrix, packed, out.part(first, count)))
+                phases[1].append(ops.product_job(matrix, packed, out))
             packed = {}
-            phases[3] += ops.pack_jobs(experts.down.type, gate.part(first, count), count, packed)
+            phases[4] += ops.pack_jobs(experts.down.type, outs[0], count, packed)
             matrix = self._matrix(experts.down, layer, expert)
-            phases[4].append(ops.product_job(matrix, packed, y.part(start, count)))
+            phases[5].append(ops.product_job(matrix, packed, outs[2]))
+            for name, out, phase in zip(experts.bias_names, outs, (2, 2, 6), strict=False):
+                phases[phase].append(bias_job(out, self._address(name, layer, expert)))
             first += count
         ops.run(None, lambda: phases)
 
@@ -202,7 +229,15 @@ class ExpertStore:
             gate, up, down = (self._matrix(part, layer, expert) for part in experts.parts)
             with ops.temporaries():
                 rows = ops.select(h, groups.order[start:stop] // k)
-                out = ops.linear(ops.silu_mul(*ops.linears(rows, gate, up)), down)
+                hidden, other = ops.linears(rows, gate, up)
+                biases = [self._address(name, layer, expert) for name in experts.bias_names]
+                for out, bias in zip((hidden, other), biases, strict=False):
+                    ops.run(None, lambda o=out, b=bias: [[bias_job(o, b)]])  # type: ignore[misc]
+                joined = activation_job(self._activations[layer], hidden, other)
+                ops.run(None, lambda j=joined: [[j]])  # type: ignore[misc]
+                out = ops.linear(hidden, down)
+                if biases:
+                    ops.run(None, lambda o=out, b=biases[2]: [[bias_job(o, b)]])  # type: ignore[misc]
                 ops.arena.view(y)[start:stop] = ops.arena.view(out)
 
 
@@ -210,9 +245,15 @@ class _DecodeStep:
     """The launches of one layer's experts for one token; kept, they get new addresses per token."""
 
     def __init__(
-        self, ops: Ops, x: Rows, h: Rows, experts: ExpertWeights, routing: Routing
+        self,
+        ops: Ops,
+        x: Rows,
+        h: Rows,
+        experts: ExpertWeights,
+        routing: Routing,
+        activation: Task,
     ) -> None:
-        self._ops, self._experts = ops, experts
+        self._ops, self._experts, self._activation = ops, experts, activation
         k = routing.ids.shape[1]
         self._gate, self._up, self._y = (
             ops.arena.rows(k, part.rows) for part in (experts.gate, experts.up, experts.down)
@@ -240,25 +281,34 @@ class _DecodeStep:
         launch = self._groups.get(n)
         if launch is None:
             launch = self._groups[n] = self._build(n)
-        jobs = launch.jobs
-        jobs[:n, ARGUMENTS], jobs[n : 2 * n, ARGUMENTS], jobs[-n:, ARGUMENTS] = addresses
-        jobs[-n:, ARGUMENTS + PRODUCT_OUT] = self._y.address + positions * self._y.stride
+        jobs, out = launch.jobs, self._y.address + positions * self._y.stride
+        gate, up, down, *biases = addresses
+        jobs[:n, ARGUMENTS], jobs[n : 2 * n, ARGUMENTS] = gate, up
+        narrow = jobs[-2 * n : -n] if biases else jobs[-n:]
+        narrow[:, ARGUMENTS], narrow[:, ARGUMENTS + PRODUCT_OUT] = down, out
+        if biases:
+            wide_biases = slice(2 * n, 4 * n)
+            jobs[wide_biases, ARGUMENTS + BIAS] = np.concatenate(biases[:2])
+            jobs[-n:, ARGUMENTS + BIAS] = biases[2]
+            jobs[-n:, ARGUMENTS + BIAS_X] = jobs[-n:, ARGUMENTS + BIAS_OUT] = out
         return launch
 
     def _build(self, n: int) -> Launch:
         ops, experts = self._ops, self._experts
+        gate, up, y = ([r.part(j, 1) for j in range(n)] for r in (self._gate, self._up, self._y))
         wide = [
-            ops.product_job(part.at(0), self._packed, out.part(j, 1))
-            for part, out in ((experts.gate, self._gate), (experts.up, self._up))
-            for j in range(n)
+            ops.product_job(part.at(0), self._packed, out)
+            for part, outs in ((experts.gate, gate), (experts.up, up))
+            for out in outs
         ]
-        silu = [silu_job(self._gate.part(0, n), self._up.part(0, n))]
+        activation = activation_job(self._activation, self._gate.part(0, n), self._up.part(0, n))
         packs = [job for packs in self._hidden_packs[:n] for job in packs]
-        narrow = [
-            ops.product_job(experts.down.at(0), self._hidden[j], self._y.part(j, 1))
-            for j in range(n)
-        ]
-        return Launch([wide, silu, packs, narrow])
+        down = experts.down.at(0)
+        narrow = [ops.product_job(down, self._hidden[j], y[j]) for j in range(n)]
+        if not experts.bias_names:
+            return Launch([wide, [activation], packs, narrow])
+        wide_biases, biases = ([bias_job(out, 0) for out in outs] for outs in (gate + up, y))
+        return Launch([wide, wide_biases, [activation], packs, narrow, biases])
 
 
 @dataclass(frozen=True, slots=True)

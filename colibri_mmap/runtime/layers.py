@@ -13,10 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
+from ..format.experts import block_count
 from ..format.gguf import GGUF
 from .arena import Rows
 from .attention import AttentionShape, GroupedQueryAttention
 from .experts import ExpertStore, RouterShape, route
+from .kernels import elementwise
 from .kernels.routing import (
     GROUP_BY_MAXIMUM,
     GROUP_BY_TWO_BEST,
@@ -28,7 +30,8 @@ from .kv import Batch, LayerShape
 from .norm import Norm
 from .ops import Ops
 from .rope import Rope, RopeFrequencies, rope_frequencies
-from .weights import Matrix, Weights
+from .task import Task
+from .weights import Matrix, Vector, Weights
 
 
 class GatedFeedForward:
@@ -67,11 +70,15 @@ class GatedFeedForward:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """Routed experts that map `width` values through `hidden` ones, and how they are chosen."""
+    """Routed experts that map `width` values through `hidden` ones, and how they are chosen.
+
+    `activation` is the kernel that joins gate and up.
+    """
 
     width: int
     hidden: int
     router: RouterShape
+    activation: Task = elementwise.silu_mul
 
     @classmethod
     def from_gguf(cls, gguf: GGUF, hidden_key: str, *, normalise: bool) -> ExpertsShape:
@@ -120,12 +127,15 @@ class MixtureOfExperts:
         self.shape, self.layer, self.store = shape, layer, store
         prefix, count = f"blk.{layer}.", shape.router.count
         self.ffn_gate_inp = weights.matrix(prefix + "ffn_gate_inp.weight", count, shape.width)
+        self.ffn_gate_inp_bias = weights.optional_vector(prefix + "ffn_gate_inp.bias", count)
         self.exp_probs_b = weights.optional_vector(prefix + "exp_probs_b.bias", count)
         experts = weights.experts(layer, count, shape.width, shape.hidden)
-        store.add_layer(layer, experts, self.ffn_gate_inp)
+        store.add_layer(layer, experts, self.ffn_gate_inp, shape.activation)
 
     def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
         logits = ops.linear(h, self.ffn_gate_inp)
+        if self.ffn_gate_inp_bias is not None:
+            ops.add_bias(logits, self.ffn_gate_inp_bias)
         routing = route(ops, logits, self.shape.router, self.exp_probs_b)
         if batch.trace is not None:
             batch.trace.record(self.layer, routing.ids, routing.weights)
@@ -186,7 +196,8 @@ class Block:
 class Decoder:
     """The pre-norm decoder-only transformer: embedding, blocks, final norm, output head.
 
-    `rope` is what the mixers rotate with; None where none of them does.
+    `rope` is what the mixers rotate with, None where none of them does. Embeddings and logits are
+    multiplied by their factors.
     """
 
     def __init__(
@@ -196,6 +207,9 @@ class Decoder:
         blocks: Sequence[Block],
         rope: RopeFrequencies | None,
         output_norm: Norm,
+        *,
+        embedding_factor: float = 1.0,
+        logit_factor: float = 1.0,
     ) -> None:
         gguf = weights.gguf
         self.ops, self.blk, self.rope, self.output_norm = ops, blocks, rope, output_norm
@@ -209,6 +223,9 @@ class Decoder:
             if weights.has("output.weight")
             else self.token_embd
         )
+        self.output_bias = weights.optional_vector("output.bias", self.vocabulary)
+        self.embedding_factor = Vector.of(embedding_factor)
+        self.logit_factor = Vector.of(logit_factor)
 
     @classmethod
     def with_attention(
@@ -227,7 +244,7 @@ class Decoder:
                 shape.norm(weights, f"blk.{i}.{ffn_norm}"),
                 make_ffn(i),
             )
-            for i in range(weights.gguf.int(".block_count", minimum=1))
+            for i in range(block_count(weights.gguf))
         ]
         rope = rope_frequencies(weights, shape.rotated)
         return cls(weights, ops, blocks, rope, shape.norm(weights, "output_norm"))
@@ -236,9 +253,16 @@ class Decoder:
         """Logits [wanted, V] of a batch, whose tokens are appended to their caches."""
         ops = self.ops
         x = ops.embed(self.token_embd, batch.tokens)
+        if self.embedding_factor.values != 1:
+            ops.scale(x, self.embedding_factor)
         rope = None if self.rope is None else ops.rope_table(self.rope, batch.positions)
         for block in self.blk:
             with ops.temporaries():
                 block.add_to(x, ops, batch, rope)
         wanted = self.output_norm(ops.select(x, batch.wanted), ops)
-        return ops.linear(wanted, self.output)
+        logits = ops.linear(wanted, self.output)
+        if self.output_bias is not None:
+            ops.add_bias(logits, self.output_bias)
+        if self.logit_factor.values != 1:
+            ops.scale(logits, self.logit_factor)
+        return logits

@@ -21,6 +21,7 @@ from .kernels.registry import ACTIVATIONS, WeightKernels, dequantise_task, weigh
 from .kv import Batch, SequenceSlice
 from .pool import ARGUMENTS, Job, Launch, Pool, job
 from .rope import RopeFrequencies
+from .task import Task
 from .weights import Matrix, Vector
 
 Mode = Literal["int8", "exact"]
@@ -28,7 +29,10 @@ Mode = Literal["int8", "exact"]
 # (activation, few tokens) -> address and stride of the packed rows
 Packed = dict[tuple[str, bool], tuple[int, int]]
 
-PRODUCT_OUT = 6  # the argument of a product job that holds the address of its output
+# Arguments of jobs that a kept launch gets anew: the addresses of the output of a product, and of
+# the rows, the bias and the output of a bias job.
+PRODUCT_OUT = 6
+BIAS_X, BIAS, BIAS_OUT = 0, 2, 4
 
 _FEW = 16  # tokens: launches of such batches are kept
 _CHUNK_BYTES = 1 << 16  # weights of one item of a matrix-vector product
@@ -159,14 +163,13 @@ class Ops:
     def add_bias(self, x: Rows, bias: Vector) -> None:
         """x += bias in every row."""
         assert x.width == bias.n
-        words = (x.address, x.stride, bias.address, 0, x.address, x.stride, x.width)
-        key = ("add", x.count, *words) if x.count <= _FEW else None
-        self.run(key, lambda: [[job(elementwise.add_rows, x.count, 4, *words)]])
+        key = ("add_bias", x, bias.address) if x.count <= _FEW else None
+        self.run(key, lambda: [[bias_job(x, bias.address)]])
 
     def silu_mul(self, gate: Rows, up: Rows) -> Rows:
         """silu(gate) * up, in the place of gate."""
         key = ("silu_mul", gate, up) if gate.count <= _FEW else None
-        self.run(key, lambda: [[silu_job(gate, up)]])
+        self.run(key, lambda: [[activation_job(elementwise.silu_mul, gate, up)]])
         return gate
 
     def sigmoid_mul(self, gate: Rows, up: Rows) -> Rows:
@@ -386,11 +389,17 @@ class Ops:
         self.pool.run(launch)
 
 
-def silu_job(gate: Rows, up: Rows) -> Job:
-    """gate = silu(gate) * up."""
+def activation_job(task: Task, gate: Rows, up: Rows) -> Job:
+    """gate = gate and up joined, by `silu_mul` or a task with the same arguments."""
     words = (gate.address, gate.stride, up.address, up.stride, gate.address, gate.stride)
     chunk = max(1, 8192 // gate.width)
-    return job(elementwise.silu_mul, gate.count, chunk, *words, gate.width)
+    return job(task, gate.count, chunk, *words, gate.width)
+
+
+def bias_job(x: Rows, bias: int) -> Job:
+    """x += the bias at an address, in every row."""
+    words = (x.address, x.stride, bias, 0, x.address, x.stride, x.width)
+    return job(elementwise.add_rows, x.count, 4, *words)
 
 
 def combine_job(x: Rows, y: Rows, slots: int, weights: int, k: int) -> Job:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ModelReadError
-from ..format.experts import is_expert_tensor
+from ..format.experts import is_expert_tensor, skipped_blocks
 from ..format.gguf import GGUF
 from .pages import PAGE, MappedFile
 
@@ -34,10 +34,13 @@ class Range:
 def trunk_ranges(gguf: GGUF) -> list[Range]:
     """The trunk in file order, neighbours merged."""
     tied = "output.weight" not in gguf.tensors
+    skipped = tuple(f"blk.{number}." for number in skipped_blocks(gguf))
     tensors = sorted(
         (info.shard, info.offset, info.nbytes, name)
         for name, info in gguf.tensors.items()
-        if not is_expert_tensor(name) and (tied or name != "token_embd.weight")
+        if not is_expert_tensor(name)
+        and not name.startswith(skipped)
+        and (tied or name != "token_embd.weight")
     )
     ranges: list[Range] = []
     for shard, offset, nbytes, name in tensors:

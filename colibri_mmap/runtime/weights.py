@@ -83,10 +83,16 @@ class ExpertWeights:
     up: ExpertPartWeights
     down: ExpertPartWeights
     count: int
+    bias_names: tuple[str, ...] = ()  # of gate, up and down, or there are none
 
     @property
     def parts(self) -> tuple[ExpertPartWeights, ExpertPartWeights, ExpertPartWeights]:
         return self.gate, self.up, self.down
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Everything that an expert consists of."""
+        return (*(part.name for part in self.parts), *self.bias_names)
 
 
 class Weights:
@@ -126,7 +132,9 @@ class Weights:
 
     def vector(self, name: str, n: int) -> Vector:
         """The vector `name` as float32: in place where it is stored so, else converted."""
-        info = self.gguf.tensor(name, (n,))
+        info = self.gguf.tensor(name)
+        if info.shape[0] != n or any(length != 1 for length in info.shape[1:]):
+            info = self.gguf.tensor(name, (n,))
         if info.type == GGMLType.F32 and (self.files[info.shard].address + info.offset) % 4 == 0:
             values = self._bytes(info).view(np.float32)
         else:
@@ -171,7 +179,11 @@ class Weights:
         gate = self._expert_part(found, "gate", width, hidden)
         up = self._expert_part(found, "up", width, hidden)
         down = self._expert_part(found, "down", hidden, width)
-        return ExpertWeights(gate, up, down, count)
+        biases = tuple(name for name in found.parts if name.endswith("_bias"))
+        if len(biases) not in (0, 3) or any(found.parts[b].type != GGMLType.F32 for b in biases):
+            reason = "biases must be float32, and of gate, up and down or of none"
+            raise FormatError(self.gguf.path, place, reason)
+        return ExpertWeights(gate, up, down, count, biases)
 
     def _expert_part(
         self, layer: ExpertLayer, name: str, columns: int, rows: int
