@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from .arena import Rows
+from .attention import AttentionShape
 from .deltanet import DeltaNetShape, GatedDeltaNet
 from .experts import ExpertStore
 from .kv import Batch, KVShape
 from .layers import (
-    AttentionShape,
     Block,
     Decoder,
     ExpertsAndShared,

@@ -9,25 +9,23 @@ embeddings is the final norm.
 from __future__ import annotations
 
 from ..arena import Rows
+from ..attention import AttentionShape, GroupedQueryAttention
 from ..experts import ExpertStore, RouterShape
 from ..kv import Batch, RecurrentShape, SequenceSlice
 from ..layers import (
-    AttentionShape,
     Block,
     Decoder,
     ExpertsShape,
     FeedForward,
     GatedFeedForward,
-    GroupedQueryAttention,
     Mixer,
     MixtureOfExperts,
-    Rope,
 )
 from ..norm import rms_norm
 from ..ops import Ops
 from ..pool import Job
 from ..recurrent import MAX_TAPS, Convolution, run_with_state
-from ..rope import rope_frequencies
+from ..rope import Rope, rope_frequencies
 from ..weights import Weights
 
 

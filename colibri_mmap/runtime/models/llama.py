@@ -6,15 +6,9 @@ scaling. With experts: softmax over all, the weights of the chosen ones sum to 1
 
 from __future__ import annotations
 
+from ..attention import AttentionShape
 from ..experts import ExpertStore
-from ..layers import (
-    AttentionShape,
-    Decoder,
-    ExpertsShape,
-    FeedForward,
-    GatedFeedForward,
-    MixtureOfExperts,
-)
+from ..layers import Decoder, ExpertsShape, FeedForward, GatedFeedForward, MixtureOfExperts
 from ..ops import Ops
 from ..weights import Weights
 

@@ -6,15 +6,9 @@ used as they are; a shared expert, gated by a sigmoid, for every token.
 
 from __future__ import annotations
 
+from ..attention import AttentionShape
 from ..experts import ExpertStore
-from ..layers import (
-    AttentionShape,
-    Decoder,
-    ExpertsAndShared,
-    ExpertsShape,
-    GatedSharedExpert,
-    MixtureOfExperts,
-)
+from ..layers import Decoder, ExpertsAndShared, ExpertsShape, GatedSharedExpert, MixtureOfExperts
 from ..ops import Ops
 from ..weights import Weights
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..attention import AttentionShape
 from ..experts import ExpertStore
-from ..layers import AttentionShape, Decoder, GatedFeedForward
+from ..layers import Decoder, GatedFeedForward
 from ..ops import Ops
 from ..weights import Weights
 

@@ -6,8 +6,9 @@ chosen ones sum to 1; no shared expert.
 
 from __future__ import annotations
 
+from ..attention import AttentionShape
 from ..experts import ExpertStore
-from ..layers import AttentionShape, Decoder, ExpertsShape, MixtureOfExperts
+from ..layers import Decoder, ExpertsShape, MixtureOfExperts
 from ..ops import Ops
 from ..weights import Weights
 
