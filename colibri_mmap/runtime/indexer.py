@@ -45,28 +45,35 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class IndexerShape:
-    """`heads` queries of `size` values against one key per position; how their rope is laid out."""
+    """`heads` queries of `size` values, made of `q_rank` ones, against one key per position."""
 
     heads: int
     size: int
+    q_rank: int
     half_split: bool
 
     @classmethod
     def from_gguf(cls, gguf: GGUF, rotated: int, *, half_split: bool) -> IndexerShape:
-        size = gguf.int(".attention.indexer.key_length", minimum=rotated)
-        return cls(gguf.int(".attention.indexer.head_count", minimum=1), size, half_split)
+        """The shape that the usual keys describe; `half_split`: how its rope is laid out."""
+        return cls(
+            gguf.int(".attention.indexer.head_count", minimum=1),
+            gguf.int(".attention.indexer.key_length", minimum=rotated),
+            gguf.int(".attention.q_lora_rank", minimum=1),
+            half_split,
+        )
 
 
 class Indexer:
     """Scores the earlier positions for every token, and writes the best ones to `selection`."""
 
     def __init__(
-        self, weights: Weights, layer: int, shape: IndexerShape, selection: Selection, q_rank: int
+        self, weights: Weights, layer: int, shape: IndexerShape, selection: Selection
     ) -> None:
         self.shape, self.selection = shape, selection
         prefix = f"blk.{layer}.indexer."
         width = weights.gguf.int(".embedding_length", minimum=1)
-        self.attn_q_b = weights.matrix(prefix + "attn_q_b.weight", shape.heads * shape.size, q_rank)
+        rows = shape.heads * shape.size
+        self.attn_q_b = weights.matrix(prefix + "attn_q_b.weight", rows, shape.q_rank)
         self.attn_k = weights.matrix(prefix + "attn_k.weight", shape.size, width)
         self.proj = weights.matrix(prefix + "proj.weight", shape.heads, width)
         self.k_norm = weights.vector(prefix + "k_norm.weight", shape.size)

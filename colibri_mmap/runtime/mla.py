@@ -23,6 +23,7 @@ from ..format.quants import GGMLType
 from .arena import Rows
 from .experts import ExpertStore
 from .indexer import Indexer, Selection
+from .kernels import elementwise
 from .kernels import indexer as indexer_kernels
 from .kernels import latent as kernels
 from .kv import Batch, KVShape, SequenceSlice
@@ -288,4 +289,5 @@ def latent_tasks(kv_type: str) -> list[Task]:
 def sparse_tasks(kv_type: str) -> list[Task]:
     """The kernels of latent attention with indexers."""
     names = (f"append_index_keys_{kv_type}", f"score_keys_{kv_type}", "select_keys")
-    return [*latent_tasks(kv_type), *(getattr(indexer_kernels, name) for name in names)]
+    tasks = [getattr(indexer_kernels, name) for name in names]
+    return [*latent_tasks(kv_type), *tasks, elementwise.layer_norm]

@@ -13,7 +13,7 @@ from ..arena import Rows
 from ..experts import ExpertStore
 from ..kernels import attention, elementwise, recurrent
 from ..kv import Batch, LayerShape
-from ..mla import latent_tasks
+from ..mla import latent_tasks, sparse_tasks
 from ..ops import Ops
 from ..task import Task
 from ..weights import Weights
@@ -39,6 +39,8 @@ class Family:
 
 FAMILIES = {
     "deepseek2": Family("deepseek2", latent_tasks),
+    "deepseek32": Family("deepseek32", sparse_tasks),
+    "glm-dsa": Family("glm_dsa", sparse_tasks),
     "lfm2moe": Family("lfm2moe", lambda kv: [*_attention(kv), recurrent.convolution_gated]),
     "llama": Family("llama"),
     "olmoe": Family("olmoe"),
