@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError
-from ..format.experts import used_blocks
+from ..format.experts import block_count
 from ..format.gguf import GGUF
 from ..format.quants import GGMLType
 from .arena import Rows
@@ -274,7 +274,7 @@ def latent_decoder(
 
     blocks = [
         Block(make_attention(i), rms_norm(weights, f"blk.{i}.ffn_norm"), ffn(i))
-        for i in range(used_blocks(gguf))
+        for i in range(block_count(gguf))
     ]
     rope = rope_frequencies(weights, shape.rotated)
     return Decoder(weights, ops, blocks, rope, rms_norm(weights, "output_norm"))

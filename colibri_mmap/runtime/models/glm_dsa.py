@@ -7,7 +7,7 @@ block that guesses further tokens is not run.
 
 from __future__ import annotations
 
-from ...format.experts import used_blocks
+from ...format.experts import block_count
 from ...format.gguf import GGUF
 from ..experts import ExpertStore
 from ..indexer import Indexer, IndexerShape, Selection
@@ -37,7 +37,7 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
 
 def _has_own_indexer(gguf: GGUF) -> tuple[bool, ...]:
     """Which layers have an indexer; where the file is silent, as 5.1 or 5.2 has them."""
-    layers = used_blocks(gguf)
+    layers = block_count(gguf)
     types = gguf.bools(_TYPES, None, None)
     if types is None:
         if gguf.int(".context_length", minimum=0) < _LONG_CONTEXT:
