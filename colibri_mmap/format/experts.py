@@ -105,12 +105,6 @@ def block_count(gguf: GGUF) -> int:
     return gguf.int(".block_count", minimum=1) - len(skipped_blocks(gguf))
 
 
-def used_blocks(gguf: GGUF) -> int:
-    """How many blocks generation runs: those behind them, for guessing further tokens, it skips."""
-    blocks = gguf.int(".block_count", minimum=1)
-    return blocks - gguf.int(".nextn_predict_layers", 0, minimum=0, maximum=blocks - 1)
-
-
 def expert_layers(gguf: GGUF) -> dict[int, ExpertLayer]:
     """The layers with routed experts that a forward pass runs, checked."""
     skipped = skipped_blocks(gguf)
