@@ -6,14 +6,11 @@ import ctypes
 import fcntl
 import mmap
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import numpy as np
 
@@ -21,7 +18,6 @@ from colibri_mmap.errors import ResourceError
 
 _SECTOR = 512  # bytes: the unit of the kernel's counters, whatever the disk's own is
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,41 +48,19 @@ class BlockDevice:
 
     @contextmanager
     def read_ahead(self, kb: int) -> Iterator[None]:
-        """Set read_ahead_kb within the block; the old value returns at its end.
-
-        It also returns on exceptions and on signals that end the program, SIGKILL excepted.
-        """
-        with _ending_signals_raise():
-            before = self.read_ahead_kb
-            try:
-                self._read_ahead_file.write_text(str(kb))
-                yield
-            finally:
-                self._read_ahead_file.write_text(str(before))
-
-
-@contextmanager
-def _ending_signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit within the block, so that `finally` clauses run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = [signal.signal(number, leave) for number in _ENDING_SIGNALS]
-    try:
-        yield
-    finally:
-        for number, handler in zip(_ENDING_SIGNALS, before, strict=True):
-            signal.signal(number, handler)
+        """Set read_ahead_kb within the block; the old value returns at its end."""
+        before = self.read_ahead_kb
+        try:
+            self._read_ahead_file.write_text(str(kb))
+            yield
+        finally:
+            self._read_ahead_file.write_text(str(before))
 
 
 @contextmanager
 def alone_on_disk() -> Iterator[None]:
     """Wait until other measurements have ended, and keep new ones waiting: all share one disk."""
-    with _DROP_CACHES.open("rb") as file:
+    with _DROP_CACHES.open("wb") as file:  # which root may not read
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

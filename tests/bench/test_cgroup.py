@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cgroup import limit_of, require_memory_limits, run_limited
+from cgroup import limit_of, run_limited
+from groups import require_memory_limits
 from storage import BlockDevice, cached_bytes, drop_page_cache
 
 from colibri_mmap.errors import ArgumentError, ResourceError
@@ -39,8 +40,10 @@ def python(code: str, *arguments: str | Path) -> list[str]:
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
-def groups() -> list[Path]:
-    return list(Path("/sys/fs/cgroup").glob(f"**/bench-{os.getpid()}"))
+def left_behind(harness: int | None = None) -> list[Path]:
+    """Control groups that a harness (by its pid; default: this process) has left behind."""
+    name, root = f"bench-{harness or os.getpid()}", Path("/sys/fs/cgroup")
+    return [*root.glob(name), *root.glob(f"*/{name}")]
 
 
 def runs(pid: int) -> bool:
@@ -63,7 +66,7 @@ def test_bytes_of_a_cold_file_are_counted(file: Path) -> None:
     assert FILE_BYTES < result.peak_usage_bytes <= LIMIT
     assert result.peak_anonymous_bytes < 4 * MB
     assert not result.oom_killed
-    assert not groups()
+    assert not left_behind()
 
 
 @limited
@@ -96,7 +99,7 @@ def test_too_much_anonymous_memory_is_killed_and_reported() -> None:
     result = run_limited(python("held = bytearray(b'x') * 400_000_000"), limit=LIMIT)
     assert result.oom_killed
     assert result.status == -signal.SIGKILL
-    assert not groups()
+    assert not left_behind()
 
 
 @limited
@@ -136,14 +139,14 @@ def test_a_command_out_of_time_is_killed_with_its_children() -> None:
     assert result.timed_out
     assert result.status == -signal.SIGKILL
     assert not runs(int(result.output))
-    assert not groups()
+    assert not left_behind()
 
 
 @limited
 def test_a_command_that_comes_first_is_measured_like_any_other(file: Path) -> None:
     result = run_limited(["cat", str(file)], limit=LIMIT, first=True, capture=True)
     assert result.status == 0
-    assert not groups()
+    assert not left_behind()
 
 
 @limited
@@ -177,7 +180,7 @@ def test_a_mapped_and_touched_file_cannot_be_dropped(file: Path) -> None:
 def test_runs_exclude_each_other() -> None:
     code = (
         "import fcntl\n"
-        "with open('/proc/sys/vm/drop_caches', 'rb') as file:\n"
+        "with open('/proc/sys/vm/drop_caches', 'wb') as file:\n"
         "    try:\n"
         "        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
         "    except BlockingIOError:\n"
@@ -222,6 +225,7 @@ def test_a_signal_restores_read_ahead_and_ends_the_command(
     assert harness.returncode != 0
     assert device.read_ahead_kb == before
     assert not runs(pid)
+    assert not left_behind(harness.pid)
 
 
 @limited

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cgroup import Result, require_memory_limits
+from cgroup import Result
+from groups import require_memory_limits
 from ram import Cell, Run
 from ramreport import Check, checks, spread
 
