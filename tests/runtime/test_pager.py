@@ -358,17 +358,17 @@ def test_prefetches_are_dropped_while_something_is_waited_for(files: ExpertFiles
 def test_demand_overtakes_prefetches(files: ExpertFiles) -> None:
     source = Told(files)
     with paging(files, source, 24, threads=1) as pager:
+        fetched(pager, 2, 1)
         source.may_load.clear()
         pager.prefetch(range(8, 16), [4, 5, 6])
-        source.wait_for(lambda: source.loads == [12])
-        waiting = threading.Thread(target=fetched, args=(pager, 2, 0, 6))
+        source.wait_for(lambda: source.loads == [9, 12])
+        waiting = threading.Thread(target=fetched, args=(pager, 2, 0, 6, 1))
         waiting.start()
-        source.wait_for(lambda: pager.stats.misses == 2)
+        source.wait_for(lambda: source.announced.count(9) == 2)  # a hit, after all misses
         source.may_load.set()
         waiting.join()
-        source.wait_for(lambda: len(source.inside) == 4)
-    assert sorted(source.loads) == [8, 12, 13, 14]
-    assert source.loads.index(8) < source.loads.index(13)
+        source.wait_for(lambda: len(source.inside) == 5)
+    assert source.loads == [9, 12, 8, 14, 13]
     assert pager.stats.prefetched == 3
     assert pager.stats.prefetch_hits == 1
 
