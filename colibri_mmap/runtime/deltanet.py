@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from ..format.gguf import GGUF
 from .arena import Rows
+from .kernels.recurrent import LANES
 from .kv import Batch, RecurrentShape, SequenceSlice
 from .ops import Ops
 from .pool import Job
 from .recurrent import (
-    LANES,
     MAX_TAPS,
     Convolution,
     DeltaRule,
@@ -110,29 +110,18 @@ class GatedDeltaNet:
             qkv = part.rows(convolved)
             q, k, v = qkv.columns(0, keys), qkv.columns(keys, keys), qkv.columns(2 * keys, z.width)
             rows = period * part.start, period * (part.stop - part.start)
-            decays, betas = decay.part(*rows), beta.part(*rows)
+            decays, betas = decay.part(*rows).join(period), beta.part(*rows).join(period)
             return [
                 [
                     self.ssm_conv1d.silu_job(part.rows(mixed), qkv, source, target),
-                    decay_job(a.part(*rows), decays, self.ssm_dt, self.ssm_a, period),
-                    sigmoid_job(b.part(*rows), betas),
+                    decay_job(a.part(*rows), decays.split(period), self.ssm_dt, self.ssm_a, period),
+                    sigmoid_job(b.part(*rows), betas.split(period)),
                 ],
                 [
                     l2_norm_job(q, rule.key_heads, rule.key_size**-0.5),
                     l2_norm_job(k, rule.key_heads),
                 ],
-                [
-                    rule.job(
-                        q=q,
-                        k=k,
-                        v=v,
-                        decay=decays.join(period),
-                        beta=betas.join(period),
-                        out=part.rows(y),
-                        source=source + past,
-                        target=target + past,
-                    )
-                ],
+                [rule.job(q, k, v, decays, betas, part.rows(y), source + past, target + past)],
             ]
 
         run_with_state(ops, batch, self.layer, y.address, phases)

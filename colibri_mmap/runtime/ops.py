@@ -174,7 +174,7 @@ class Ops:
 
     def sigmoid_mul(self, gate: Rows, up: Rows) -> Rows:
         """sigmoid(gate) * up, in the place of up."""
-        assert gate.count == up.count and gate.width == up.width
+        assert (gate.count, gate.width) == (up.count, up.width)
         words = (gate.address, gate.stride, up.address, up.stride, up.address, up.stride)
         key = ("sigmoid_mul", up.count, *words, up.width) if up.count <= _FEW * 64 else None
         chunk, task = max(1, 8192 // up.width), elementwise.sigmoid_mul

@@ -99,7 +99,6 @@ class DeltaRule:
 
     def job(
         self,
-        *,
         q: Rows,
         k: Rows,
         v: Rows,

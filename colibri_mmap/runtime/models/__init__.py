@@ -24,9 +24,14 @@ def _attention(kv_type: str) -> list[Task]:
     return [getattr(attention, name) for name in names]
 
 
-def _gated_delta_net(kv_type: str) -> list[Task]:
-    tasks = [recurrent.convolution_silu, recurrent.l2_norm, recurrent.decays, recurrent.sigmoids]
-    return [*_attention(kv_type), *tasks, recurrent.delta_rule, elementwise.sigmoid_mul]
+_DELTA_RULE = [
+    recurrent.convolution_silu,
+    recurrent.l2_norm,
+    recurrent.decays,
+    recurrent.sigmoids,
+    recurrent.delta_rule,
+    elementwise.sigmoid_mul,
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +46,15 @@ FAMILIES = {
     "deepseek2": Family("deepseek2", latent_tasks),
     "deepseek32": Family("deepseek32", sparse_tasks),
     "glm-dsa": Family("glm_dsa", sparse_tasks),
+    "kimi-linear": Family("kimi_linear", lambda kv: [*latent_tasks(kv), *_DELTA_RULE]),
     "lfm2moe": Family("lfm2moe", lambda kv: [*_attention(kv), recurrent.convolution_gated]),
     "llama": Family("llama"),
     "olmoe": Family("olmoe"),
     "qwen2moe": Family("qwen2moe"),
     "qwen3": Family("qwen3"),
-    "qwen35moe": Family("qwen35moe", _gated_delta_net),
+    "qwen35moe": Family("qwen35moe", lambda kv: [*_attention(kv), *_DELTA_RULE]),
     "qwen3moe": Family("qwen3moe"),
-    "qwen3next": Family("qwen3next", _gated_delta_net),
+    "qwen3next": Family("qwen3next", lambda kv: [*_attention(kv), *_DELTA_RULE]),
 }
 ARCHITECTURES = tuple(FAMILIES)
 
