@@ -14,18 +14,27 @@ from colibri_mmap.format.container import (
     VERSION_KEY,
     slab_layers,
 )
-from colibri_mmap.format.experts import ExpertLayer, expert_layers, is_expert_tensor
+from colibri_mmap.format.experts import (
+    ExpertLayer,
+    expert_layers,
+    is_expert_tensor,
+    skipped_blocks,
+)
 from colibri_mmap.format.gguf import GGUF
 
 
 def describe(gguf: GGUF) -> dict[str, Any]:
-    """A summary for people and scripts; a value that the file does not tell is None."""
+    """A summary for people and scripts; a value that the file does not tell is None.
+
+    Blocks that guess tokens ahead count in the bytes only: a forward pass leaves them out.
+    """
     layers = expert_layers(gguf)
+    skipped = tuple(f"blk.{number}." for number in skipped_blocks(gguf))
     top_k = _optional_int(gguf, ".expert_used_count")
     trunk = [
         info
         for name, info in gguf.tensors.items()
-        if not is_expert_tensor(name) and name != PADDING_TENSOR
+        if not is_expert_tensor(name) and name != PADDING_TENSOR and not name.startswith(skipped)
     ]
     types: Counter[str] = Counter()
     for info in trunk:
@@ -43,7 +52,7 @@ def describe(gguf: GGUF) -> dict[str, Any]:
         "version": gguf.shards[0].version,
         "name": _optional_text(gguf, "general.name"),
         "architecture": gguf.architecture,
-        "layers": _optional_int(gguf, ".block_count"),
+        "layers": _layers(gguf),
         "moe_layers": len(layers),
         "experts": max((layer.n_experts for layer in layers.values()), default=0),
         "experts_per_token": top_k,
@@ -66,9 +75,15 @@ def _parameters(layer: ExpertLayer) -> int:
     return sum(prod(part.shape) for part in layer.parts.values())
 
 
+def _layers(gguf: GGUF) -> int | None:
+    """How many layers a forward pass has."""
+    blocks = _optional_int(gguf, ".block_count")
+    return None if blocks is None else blocks - len(skipped_blocks(gguf))
+
+
 def _kv_geometry(gguf: GGUF) -> dict[str, Any] | None:
     """Cached values per token, over all layers; None where the metadata do not tell."""
-    layers = _optional_int(gguf, ".block_count")
+    layers = _layers(gguf)
     heads = _optional_int(gguf, ".attention.head_count")
     width = _optional_int(gguf, ".embedding_length")
     if not layers or not heads or not width:
@@ -76,7 +91,14 @@ def _kv_geometry(gguf: GGUF) -> dict[str, Any] | None:
     latent = _optional_int(gguf, ".attention.kv_lora_rank")
     if latent is not None:
         rotary = _optional_int(gguf, ".rope.dimension_count") or 0
-        return {"latent": latent, "rotary": rotary, "values_per_token": layers * (latent + rotary)}
+        index_key = _optional_int(gguf, ".attention.indexer.key_length") or 0
+        indexed = [f"blk.{n}.indexer.attn_k.weight" in gguf.tensors for n in range(layers)]
+        return {
+            "latent": latent,
+            "rotary": rotary,
+            "index_key": index_key,
+            "values_per_token": layers * (latent + rotary) + sum(indexed) * index_key,
+        }
     try:
         kv_heads = gguf.ints(".attention.head_count_kv", layers, None)
         if kv_heads is None:
