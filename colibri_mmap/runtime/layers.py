@@ -182,6 +182,32 @@ class FeedForward(Protocol):
     def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None: ...
 
 
+def dense_then_experts(
+    weights: Weights, store: ExpertStore, gating: int
+) -> Callable[[int], FeedForward]:
+    """Dense networks in the first blocks, then experts with shared ones beside them.
+
+    The keys of the DeepSeek kind say how many; `gating` is the router's where they do not.
+    """
+    gguf = weights.gguf
+    experts = ExpertsShape.with_stated_routing(gguf, gating)
+    dense_blocks = gguf.int(".leading_dense_block_count", 0, minimum=0)
+    hidden = gguf.int(".feed_forward_length", minimum=1)
+    shared = experts.hidden * gguf.int(".expert_shared_count", 0, minimum=0)
+
+    def make_ffn(layer: int) -> FeedForward:
+        if layer < dense_blocks:
+            return GatedFeedForward.dense(weights, layer, experts.width, hidden)
+        routed = MixtureOfExperts(weights, layer, experts, store)
+        if not shared:
+            return routed
+        return ExpertsAndShared(
+            routed, GatedFeedForward.shared(weights, layer, experts.width, shared)
+        )
+
+    return make_ffn
+
+
 class Block:
     """x += mixer, then x += feed-forward, each of the normed x (pre-norm)."""
 

@@ -97,6 +97,12 @@ class Ops:
         """A copy of the values, float32 [count, width]."""
         return self.arena.view(rows).copy()
 
+    def zeros(self, count: int, width: int) -> Rows:
+        """Rows of zeros."""
+        rows = self.arena.rows(count, width)
+        self.arena.view(rows)[:] = 0
+        return rows
+
     def vector(self, values: NDArray[np.float32]) -> Vector:
         """A copy of float32 values in the arena."""
         return Vector(self.arena.copy_in(values), len(values), values)
