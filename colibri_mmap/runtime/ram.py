@@ -80,8 +80,19 @@ class RamTier:
     trunk: Trunk
     pager: ExpertPager | None
     learning: Learning | None
-    notices: tuple[str, ...]
+    opening_notices: tuple[str, ...]
     shared_bytes: int  # for experts and everything anonymous together
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know, complete when the trunk was waited for."""
+        if not self.plan.evict or self.trunk.locked:
+            return self.opening_notices
+        return (
+            *self.opening_notices,
+            f"the {self.plan.trunk_bytes / 1e6:.0f} MB of weights that every token uses cannot be "
+            "locked in memory; raise the limit with ulimit -l or LimitMEMLOCK to keep them there",
+        )
 
     def maintain(self) -> None:
         """Give the experts what the program's own memory leaves, which the plan could only guess,
@@ -147,11 +158,6 @@ def open_ram_tier(weights: Weights, kv_bytes: int, settings: RamSettings) -> Ram
     if not ranges:
         notices.append("the model is dense and larger than memory: each token reads all of it")
     lock = plan.evict and may_lock(plan.trunk_bytes)
-    if plan.evict and not lock:
-        notices.append(
-            f"the {plan.trunk_bytes / 1e6:.0f} MB of weights that every token uses cannot be "
-            "locked in memory; raise the limit with ulimit -l or LimitMEMLOCK to keep them there"
-        )
     mark_embedding(gguf, weights.files)
     trunk = Trunk(weights.files, ranges, lock=lock)
     try:
