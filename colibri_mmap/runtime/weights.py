@@ -6,8 +6,6 @@ import ctypes
 from dataclasses import dataclass
 
 import numpy as np
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import FormatError, ModelReadError
@@ -41,8 +39,7 @@ class Matrix:
 
     def floats(self) -> NDArray[np.float32]:
         """The exact values [rows, columns] of a matrix of any type, by gguf-py."""
-        values = dequantize(self.raw(), GGMLQuantizationType(int(self.type)))
-        return values.astype(np.float32, copy=False)
+        return _exact_values(self.raw(), self.type)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,8 +135,7 @@ class Weights:
         if info.type == GGMLType.F32 and (self.files[info.shard].address + info.offset) % 4 == 0:
             values = self._bytes(info).view(np.float32)
         else:
-            values = dequantize(self._bytes(info), GGMLQuantizationType(int(info.type)))
-            values = np.ascontiguousarray(values, np.float32)
+            values = np.ascontiguousarray(_exact_values(self._bytes(info), info.type))
         return Vector(values.ctypes.data, n, values)
 
     def array(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -150,8 +146,7 @@ class Weights:
         info = self.gguf.tensor(name)
         if [n for n in info.shape if n != 1] != [n for n in shape if n != 1]:
             info = self.gguf.tensor(name, shape)
-        values = dequantize(self._bytes(info), GGMLQuantizationType(int(info.type)))
-        return values.astype(np.float32).reshape(shape[::-1])
+        return _exact_values(self._bytes(info), info.type).reshape(shape[::-1])
 
     def optional_vector(self, name: str, *sizes: int) -> Vector | None:
         """The vector `name` of one of these sizes, or None if the file has none."""
@@ -250,3 +245,12 @@ class Weights:
             if info.shard == shard and info.offset <= offset < info.offset + info.nbytes:
                 return f"tensor {name!r}"
         return f"byte {offset}"
+
+
+def _exact_values(blocks: NDArray[np.uint8], kind: GGMLType) -> NDArray[np.float32]:
+    """What blocks of any type stand for, by gguf-py."""
+    from gguf import GGMLQuantizationType  # seldom needed, and 50 ms to import
+    from gguf.quants import dequantize
+
+    values = dequantize(blocks, GGMLQuantizationType(int(kind)))
+    return np.asarray(values, np.float32)
