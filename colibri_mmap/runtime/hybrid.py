@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..format.experts import block_count
 from .arena import Rows
 from .attention import AttentionShape
 from .deltanet import DeltaNetShape, GatedDeltaNet
@@ -61,7 +62,7 @@ class GatedAttention:
 def hybrid_decoder(weights: Weights, ops: Ops, store: ExpertStore, *, tiled: bool) -> Decoder:
     """The whole model; `tiled` says which value heads share a key head (DeltaRule)."""
     gguf = weights.gguf
-    layers = gguf.int(".block_count", minimum=1)
+    layers = gguf.int(".block_count", minimum=1)  # the keys count those that are left out, too
     interval = gguf.int(".full_attention_interval", 4, minimum=1)
     usual = tuple((layer + 1) % interval != 0 for layer in range(layers))
     recurrent = gguf.bools(".attention.recurrent_layers", layers, usual)
@@ -84,5 +85,5 @@ def hybrid_decoder(weights: Weights, ops: Ops, store: ExpertStore, *, tiled: boo
         return Block(mixer, norm, ffn)
 
     rope = rope_frequencies(weights, attention.rotated)
-    blocks = [block(layer) for layer in range(layers)]
+    blocks = [block(layer) for layer in range(block_count(gguf))]
     return Decoder(weights, ops, blocks, rope, rms_norm(weights, "output_norm"))

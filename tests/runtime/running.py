@@ -10,7 +10,7 @@ import numpy as np
 
 from colibri_mmap import Engine, Sampling
 from colibri_mmap.runtime import scheduler
-from colibri_mmap.runtime.kv import KVCache
+from colibri_mmap.runtime.kv import KVCache, Trace
 from colibri_mmap.runtime.ops import Mode
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -30,9 +30,11 @@ class Running(AbstractContextManager["Running"]):
         cache = KVCache(self._model.kv_shapes, context, self._engine.kv_type)
         return scheduler.Sequence(cache)
 
-    def step(self, *work: tuple[scheduler.Sequence, Sequence[int]]) -> np.ndarray:
+    def step(
+        self, *work: tuple[scheduler.Sequence, Sequence[int]], trace: Trace | None = None
+    ) -> np.ndarray:
         """Logits [T, V] of all new tokens of each sequence in `work`."""
-        return scheduler.step(self._model, self._ops, work, "all")
+        return scheduler.step(self._model, self._ops, work, "all", trace)
 
     def in_chunks(self, ids: Sequence[int], size: int) -> np.ndarray:
         """Logits [T, V] of ids that go through the model `size` at a time."""
