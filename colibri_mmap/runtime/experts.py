@@ -33,7 +33,7 @@ from .task import Task
 from .weights import ExpertPartWeights, ExpertWeights, Matrix, Vector
 
 _WAVE_SLOTS = 1024  # (token, choice) pairs computed at a time: bounds the memory of prefill
-_ALL_USED = 4  # choices per expert from which on nearly all of a layer's experts are used
+_ALL_USED = 16  # choices per expert from which on nearly all of a layer's experts are used
 
 
 @dataclass(frozen=True, slots=True)
