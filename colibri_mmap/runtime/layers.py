@@ -92,8 +92,13 @@ class ExpertsShape:
         )
 
     @classmethod
-    def with_stated_routing(cls, gguf: GGUF, gating: int) -> ExpertsShape:
-        """Routing as the keys of the DeepSeek kind say; `gating` where the file is silent."""
+    def with_stated_routing(
+        cls, gguf: GGUF, gating: int, *, normalise: bool = False
+    ) -> ExpertsShape:
+        """Routing as the keys of the DeepSeek kind say.
+
+        `gating` and `normalise` are for files that do not state them.
+        """
         count = gguf.int(".expert_count", minimum=1)
         groups = gguf.int(".expert_group_count", 1, minimum=0) or 1
         if count % groups:
@@ -108,7 +113,7 @@ class ExpertsShape:
             count,
             gguf.int(".expert_used_count", minimum=1, maximum=count // groups * groups_used),
             gating=gating,
-            normalise=gguf.bool(".expert_weights_norm", False),
+            normalise=gguf.bool(".expert_weights_norm", normalise),
             scale=gguf.float(".expert_weights_scale", 0.0) or 1.0,  # 0 means not stated
             groups=groups,
             groups_used=groups_used,
@@ -183,14 +188,15 @@ class FeedForward(Protocol):
 
 
 def dense_then_experts(
-    weights: Weights, store: ExpertStore, gating: int
+    weights: Weights, store: ExpertStore, gating: int, *, normalise: bool = False
 ) -> Callable[[int], FeedForward]:
     """Dense networks in the first blocks, then experts with shared ones beside them.
 
-    The keys of the DeepSeek kind say how many; `gating` is the router's where they do not.
+    The keys of the DeepSeek kind say how many; `gating` and `normalise` are of the router, where
+    they do not.
     """
     gguf = weights.gguf
-    experts = ExpertsShape.with_stated_routing(gguf, gating)
+    experts = ExpertsShape.with_stated_routing(gguf, gating, normalise=normalise)
     dense_blocks = gguf.int(".leading_dense_block_count", 0, minimum=0)
     hidden = gguf.int(".feed_forward_length", minimum=1)
     shared = experts.hidden * gguf.int(".expert_shared_count", 0, minimum=0)

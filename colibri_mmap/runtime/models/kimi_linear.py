@@ -7,7 +7,7 @@ of the chosen ones sum to `expert_weights_scale`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...format.experts import block_count
 from ...format.gguf import GGUF
@@ -16,16 +16,7 @@ from ..experts import ExpertStore
 from ..kernels.recurrent import LANES
 from ..kernels.routing import SIGMOID
 from ..kv import Batch, RecurrentShape, SequenceSlice
-from ..layers import (
-    Block,
-    Decoder,
-    ExpertsAndShared,
-    ExpertsShape,
-    FeedForward,
-    GatedFeedForward,
-    Mixer,
-    MixtureOfExperts,
-)
+from ..layers import Block, Decoder, Mixer, dense_then_experts
 from ..mla import LatentAttention, LatentShape
 from ..norm import rms_norm
 from ..ops import Ops
@@ -134,26 +125,14 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     layers = block_count(gguf)
     kv_heads = gguf.ints(".attention.head_count_kv", layers)
     delta, latent = DeltaShape.from_gguf(gguf), LatentShape.from_gguf(gguf)
-    stated = ExpertsShape.with_stated_routing(gguf, SIGMOID)
-    experts = replace(stated, router=replace(stated.router, normalise=True))
-    dense_layers = gguf.int(".leading_dense_block_count", 0, minimum=0)
-    hidden = gguf.int(".feed_forward_length", minimum=1)
-    shared = experts.hidden * gguf.int(".expert_shared_count", minimum=1)
+    make_ffn = dense_then_experts(weights, store, SIGMOID, normalise=True)
 
     def mixer(layer: int) -> Mixer:
         if kv_heads[layer] == 0:
             return DeltaAttention(weights, layer, delta)
         return LatentAttention(weights, layer, latent)
 
-    def ffn(layer: int) -> FeedForward:
-        if layer < dense_layers:
-            return GatedFeedForward.dense(weights, layer, delta.width, hidden)
-        return ExpertsAndShared(
-            MixtureOfExperts(weights, layer, experts, store),
-            GatedFeedForward.shared(weights, layer, delta.width, shared),
-        )
-
     blocks = [
-        Block(mixer(i), rms_norm(weights, f"blk.{i}.ffn_norm"), ffn(i)) for i in range(layers)
+        Block(mixer(i), rms_norm(weights, f"blk.{i}.ffn_norm"), make_ffn(i)) for i in range(layers)
     ]
     return Decoder(weights, ops, blocks, None, rms_norm(weights, "output_norm"))

@@ -10,17 +10,10 @@ from __future__ import annotations
 
 from ..arena import Rows
 from ..attention import AttentionShape, GroupedQueryAttention
-from ..experts import ExpertStore, RouterShape
+from ..experts import ExpertStore
+from ..kernels.routing import SIGMOID
 from ..kv import Batch, RecurrentShape, SequenceSlice
-from ..layers import (
-    Block,
-    Decoder,
-    ExpertsShape,
-    FeedForward,
-    GatedFeedForward,
-    Mixer,
-    MixtureOfExperts,
-)
+from ..layers import Block, Decoder, Mixer, dense_then_experts
 from ..norm import rms_norm
 from ..ops import Ops
 from ..pool import Job
@@ -62,12 +55,7 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     attention = AttentionShape.from_gguf(gguf, half_split=True, kv_heads=max(kv_heads))
     width, eps = attention.width, attention.eps
     taps = gguf.int(".shortconv.l_cache", minimum=1, maximum=MAX_TAPS)
-    dense_layers = gguf.int(".leading_dense_block_count", minimum=0)
-    hidden = gguf.int(".feed_forward_length", minimum=1)
-    count = gguf.int(".expert_count", minimum=1)
-    used = gguf.int(".expert_used_count", minimum=1, maximum=count)
-    router = RouterShape(count, used, gating=gguf.int(".expert_gating_func"))
-    experts = ExpertsShape(width, gguf.int(".expert_feed_forward_length", minimum=1), router)
+    make_ffn = dense_then_experts(weights, store, SIGMOID, normalise=True)
 
     def mixer(layer: int) -> Mixer:
         if kv_heads[layer] == 0:
@@ -75,13 +63,8 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
         shape = AttentionShape.from_gguf(gguf, half_split=True, kv_heads=kv_heads[layer])
         return GroupedQueryAttention(weights, layer, shape)
 
-    def ffn(layer: int) -> FeedForward:
-        if layer < dense_layers:
-            return GatedFeedForward.dense(weights, layer, width, hidden)
-        return MixtureOfExperts(weights, layer, experts, store)
-
     blocks = [
-        Block(mixer(i), rms_norm(weights, f"blk.{i}.ffn_norm"), ffn(i)) for i in range(layers)
+        Block(mixer(i), rms_norm(weights, f"blk.{i}.ffn_norm"), make_ffn(i)) for i in range(layers)
     ]
     rope = rope_frequencies(weights, attention.rotated)
     return Decoder(weights, ops, blocks, rope, rms_norm(weights, "token_embd_norm"))
