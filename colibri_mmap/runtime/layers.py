@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from ..format.experts import block_count
 from ..format.gguf import GGUF
 from .arena import Rows
@@ -167,9 +165,8 @@ class GatedSharedExpert:
         self.expert = GatedFeedForward.shared(weights, layer, width, hidden)
 
     def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
-        gate = ops.numpy(ops.linear(h, self.ffn_gate_inp_shexp))
-        factors = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate[:, 0]))
-        ops.add_weighted(x, self.expert.output(h, ops), factors)
+        gate = ops.linear(h, self.ffn_gate_inp_shexp)
+        ops.add_gated(x, self.expert.output(h, ops), gate)
 
 
 class Mixer(Protocol):

@@ -187,11 +187,11 @@ class Ops:
         self.run(key, lambda: [[job(task, up.count, chunk, *words, up.width)]])
         return up
 
-    def add_weighted(self, x: Rows, y: Rows, factors: NDArray[np.float32]) -> None:
-        """x[t] += factors[t] * y[t]."""
-        slots = self.arena.copy_in(np.arange(x.count, dtype=np.int64))
-        weights = self.arena.copy_in(factors.astype(np.float32, copy=False))
-        self.run(None, lambda: [[combine_job(x, y, slots, weights, 1)]])
+    def add_gated(self, x: Rows, y: Rows, gate: Rows) -> None:
+        """x[t] += sigmoid(gate[t]) * y[t], where gate is [T, 1]."""
+        words = (x.address, x.stride, y.address, y.stride, gate.address, gate.stride, x.width)
+        key = ("add_gated", x.count, *words) if x.count <= _FEW else None
+        self.run(key, lambda: [[job(elementwise.add_gated, x.count, 4, *words)]])
 
     def select(self, x: Rows, rows: NDArray[np.int64]) -> Rows:
         """The rows with these ascending numbers: a view where they are neighbours."""

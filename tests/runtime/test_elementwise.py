@@ -148,6 +148,16 @@ def test_clamp_rows(run, width: int) -> None:
 
 
 @each_width
+def test_add_gated(run, width: int) -> None:
+    x, y, gate = rows(width, 1), rows(width, 2), rows(1, 3)
+    gate *= 5
+    exact = x + y.astype(float) / (1 + np.exp(-gate.astype(float)))
+    run(elementwise.add_gated, ROWS, *at(x), *at(y), *at(gate), width)
+    assert np.abs(x - exact).max() <= 1e-6 * np.abs(exact).max()
+    assert_surroundings_kept(x)
+
+
+@each_width
 @pytest.mark.parametrize("k", [1, 2, 8])
 def test_combine_experts(run, width: int, k: int) -> None:
     random = np.random.default_rng(k)

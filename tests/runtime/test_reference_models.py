@@ -103,7 +103,8 @@ def test_int8_error_is_that_of_rounded_activations(case: Case, measured) -> None
     if case.model.name not in ROUTED_OTHERWISE:
         assert np.mean([e.mean() for e in errors]) <= 1.2 * case.int8_error
     assert error[equal].mean() <= 1.2 * case.int8_error
-    assert np.count_nonzero(~equal) <= len(equal) // 8
+    # Every layer with experts chooses anew: with three, llama.cpp strays at as many tokens.
+    assert np.count_nonzero(~equal) <= len(equal) * len(trace.experts) // 16
 
 
 @each(QUANTISED)

@@ -14,6 +14,7 @@ from ..simd import (
     add,
     divide,
     fma,
+    largest,
     load_4_words,
     load_f32,
     load_f32x16,
@@ -245,6 +246,23 @@ def add_rows(args: int, lo: int, hi: int, scratch: int) -> None:
             store(target + 4 * i, add(load_f32x16(a + 4 * i), load_f32x16(b + 4 * i)))
         for i in range(whole, n):
             store_f32(target + 4 * i, load_f32(a + 4 * i) + load_f32(b + 4 * i))
+
+
+@Task
+def add_gated(args: int, lo: int, hi: int, scratch: int) -> None:
+    """x[t] = x[t] + sigmoid(gate[t]) * y[t]. Arguments: x, stride, y, stride, gate, stride, n."""
+    x, x_stride, y, y_stride = load_4_words(args)
+    gate, gate_stride, n, _ = load_4_words(args + 32)
+    whole = n // 16 * 16
+    for row in range(lo, hi):
+        target, source = x + row * x_stride, y + row * y_stride
+        factor = sigmoid(splat_f32x16(load_f32(gate + row * gate_stride)))
+        for i in range(0, whole, 16):
+            part = load_f32x16(source + 4 * i)
+            store(target + 4 * i, fma(factor, part, load_f32x16(target + 4 * i)))
+        for i in range(whole, n):
+            added = largest(factor) * load_f32(source + 4 * i)
+            store_f32(target + 4 * i, load_f32(target + 4 * i) + added)
 
 
 @Task

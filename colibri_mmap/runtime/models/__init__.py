@@ -34,6 +34,10 @@ _DELTA_RULE = [
 ]
 
 
+def _hybrid(kv_type: str) -> list[Task]:
+    return [*_attention(kv_type), *_DELTA_RULE, elementwise.add_gated]
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The module of an architecture, and by KV type the kernels that are not every model's."""
@@ -56,11 +60,11 @@ FAMILIES = {
     "llama": Family("llama"),
     "minimax-m2": Family("minimax_m2"),
     "olmoe": Family("olmoe"),
-    "qwen2moe": Family("qwen2moe"),
+    "qwen2moe": Family("qwen2moe", lambda kv: [*_attention(kv), elementwise.add_gated]),
     "qwen3": Family("qwen3"),
-    "qwen35moe": Family("qwen35moe", lambda kv: [*_attention(kv), *_DELTA_RULE]),
+    "qwen35moe": Family("qwen35moe", _hybrid),
     "qwen3moe": Family("qwen3moe"),
-    "qwen3next": Family("qwen3next", lambda kv: [*_attention(kv), *_DELTA_RULE]),
+    "qwen3next": Family("qwen3next", _hybrid),
 }
 ARCHITECTURES = tuple(FAMILIES)
 
