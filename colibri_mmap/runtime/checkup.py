@@ -20,8 +20,8 @@ from .diskspeed import DiskProbe
 from .limits import MemoryLimits, memory_limits
 from .machine import BlockDevice, graphics_cards, mount_of, swap_in_use
 from .pages import has_populate_read
-from .pool import default_threads
-from .profile import load_profile, processor
+from .processor import default_threads, processor_name
+from .profile import load_profile
 from .ram import PLANNED_CONTEXT, plan_ram, resident_trunk
 from .simd import FORM
 from .trunk import may_lock
@@ -94,13 +94,16 @@ def _finding(name: str, text: str, advice: str = "") -> Finding:
 
 # ------------------------------------------------------------------------------ the machine
 def _cpu() -> Finding:
-    text = f"{processor()}, {default_threads()} usable cores; {_FORMS[FORM]}"
+    text = f"{processor_name()}, {default_threads()} usable cores; {_FORMS[FORM]}"
     advice = "" if FORM != "generic" else "expect a few tokens per second at most on this processor"
     return _finding("processor", text, advice)
 
 
 def _kernels(gguf: GGUF | None) -> Finding:
-    tasks = all_tasks() if gguf is None else model_tasks(gguf, "int8", "f16")
+    try:
+        tasks = all_tasks() if gguf is None else model_tasks(gguf, "int8", "f16")
+    except ColibriError as error:
+        return _finding("kernels", "there are none for this model", str(error))
     place = Path(numba.config.CACHE_DIR)
     cached = {file.name.rpartition("-")[0].rpartition(".")[2] for file in place.glob("*/*.nbi")}
     missing = sum(task.function.__name__ not in cached for task in tasks)

@@ -69,13 +69,13 @@ class DiskProbe:
 def _timed(
     files: list[int], reads: Sequence[Read], depth: int, seconds: float, nbytes: int
 ) -> float:
-    done = [0] * depth
+    done, largest = [0] * depth, max(size for _, _, size in reads)
     errors: list[OSError] = []
     queue, lock = iter(reads), threading.Lock()
     started = time.perf_counter()
 
     def work(number: int) -> None:
-        buffer = Reservation(max(size for _, _, size in reads), "reading").buffer
+        buffer = Reservation(largest, "reading").buffer
         while time.perf_counter() - started < seconds and sum(done) < nbytes:
             with lock:
                 read = next(queue, None)

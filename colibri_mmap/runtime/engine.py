@@ -21,8 +21,9 @@ from .kv import STEP_TOKENS, KVCache, Trace, cache_bytes
 from .models import load_model
 from .ops import Mode, Ops
 from .pages import IoCounters, io_counters
-from .pool import Pool, default_threads
+from .pool import Pool
 from .predict import RouterPredictor
+from .processor import default_threads
 from .profile import load_profile
 from .ram import PLANNED_CONTEXT, RamSettings, RamTier, open_ram_tier
 from .sampling import Sampler, Sampling

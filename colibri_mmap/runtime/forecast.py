@@ -1,9 +1,10 @@
 """What a token will cost: from the memory plan, the known routing, and the machine's rates.
 
-The cache is taken to be an LRU whose experts are chosen independently from token to token, by Che's
-approximation: an expert with rate r is absent with probability (1 - r) ** T, where T is the age at
-which experts leave. Real routing repeats itself, so that real runs read less. Source: H. Che,
-Y. Tung, Z. Wang, Hierarchical Web Caching Systems, IEEE JSAC 20 (2002).
+Choices are taken to be independent from token to token. By Che's approximation of an LRU an expert
+with rate r is then absent with probability (1 - r) ** T, where T is the age at which experts leave.
+On such routing a real LRU reads up to a fifth more, the engine's policy the same or up to a fifth
+less; real routing repeats itself, so that real runs read less still. Source: H. Che, Y. Tung,
+Z. Wang, Hierarchical Web Caching Systems, IEEE JSAC 20 (2002).
 
 Shapes: L layers with experts, E experts per layer; layers with fewer have size and rate 0.
 """

@@ -100,7 +100,8 @@ class ExpertPager:
         self.source.close()
 
     def take_stats(self) -> PagerStats:
-        """The counts so far; they start anew."""
+        """The counts so far; they start anew, also those of what was prefetched before."""
+        self._prefetched[:] = False
         stats, self.stats = self.stats, PagerStats()
         return stats
 

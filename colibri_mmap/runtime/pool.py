@@ -8,12 +8,10 @@ the workers spin for a while before they sleep on a futex. Who computes an item 
 
 from __future__ import annotations
 
-import os
 import platform
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -286,13 +284,3 @@ def _end_workers(control: int, workers: list[threading.Thread], memory: NDArray[
     _stop(control)
     for worker in workers:
         worker.join()
-
-
-def default_threads() -> int:
-    """The CPUs this process may use, at most a cgroup's quota."""
-    usable = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return usable
-    return usable if quota == "max" else max(1, min(usable, int(quota) // int(period)))

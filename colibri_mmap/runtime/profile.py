@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..format.gguf import GGUF
+from .processor import processor_name
 from .sources import IO_MODES, IoMode
 from .state import replace_file, state_directory
 from .usage import model_identity
@@ -70,17 +71,7 @@ def save_profile(gguf: GGUF, profile: Profile) -> Path:
 def machine_name() -> str:
     """What makes a machine another one for a profile: processor, usable cores, memory in GiB."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
-
-
-def processor() -> str:
-    """The processor's name as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else os.uname().machine
+    return f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
 
 
 def _path(gguf: GGUF) -> Path:

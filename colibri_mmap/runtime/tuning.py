@@ -19,7 +19,7 @@ from ..format.experts import expert_layers
 from ..format.gguf import GGUF, open_gguf
 from .engine import Engine
 from .ops import Mode
-from .pool import default_threads
+from .processor import default_threads
 from .profile import Profile, save_profile
 from .ram import RamSettings
 from .rates import measure_rates

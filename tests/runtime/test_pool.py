@@ -12,7 +12,8 @@ import pytest
 
 from colibri_mmap.runtime import pool as pools
 from colibri_mmap.runtime.kernels import elementwise
-from colibri_mmap.runtime.pool import ARGUMENTS, Job, Launch, Pool, default_threads, job
+from colibri_mmap.runtime.pool import ARGUMENTS, Job, Launch, Pool, job
+from colibri_mmap.runtime.processor import default_threads
 
 WIDTH = 24
 
