@@ -234,6 +234,20 @@ def test_disk_error_under_the_computation(
             said = [next(tokens).id for _ in range(12)]
 
 
+def test_disk_errors_in_two_places_at_once(
+    faulty: FaultyFile, packed: Path, expected: list[int]
+) -> None:
+    """The one that ends a step must not hide that the other put zeros in place of weights."""
+    with opened(faulty.path, "pread") as engine:
+        start = tensor_range(packed, "blk.0.attn_q.weight")[0]
+        faulty.fail(start, sum(layer_range(packed, 1)) - start)
+        evict_all(engine)
+        with pytest.raises(ModelReadError, match=r"layer [01], expert"):
+            reply(engine)
+        faulty.heal()
+        assert reply(engine) == expected
+
+
 def test_disk_error_in_one_of_two_engines(
     faulty: FaultyFile, packed: Path, expected: list[int]
 ) -> None:
