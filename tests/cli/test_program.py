@@ -13,7 +13,8 @@ from program import ROOT, Colibri
 from colibri_mmap import __version__
 
 HEAVY = ("numpy", "numba", "torch", "cupy", "tokenizers", "jinja2", "prompt_toolkit", "gguf")
-COMMANDS = ([], ["chat"], ["pack"], ["verify"], ["inspect"], ["bench"], ["warmup"])
+NAMES = ("chat", "pack", "verify", "inspect", "plan", "doctor", "tune", "bench", "warmup")
+COMMANDS = ([], *([name] for name in NAMES))
 
 
 def test_help_imports_nothing_heavy() -> None:
