@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from rich.cells import cell_len
+
 APPEARS_AFTER_SECONDS = 1.0  # a reply that is quick needs no line
 _REFRESH_SECONDS = 0.5
 
@@ -32,27 +34,46 @@ class LiveLine(AbstractContextManager["LiveLine"]):
         self._active = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._first = self._changed = 0.0
         self._text = ""
+        self._column = 0  # of the cursor
+        self._drawn = False
 
     def write(self, text: str) -> None:
         """Print a piece of the reply at once."""
         output = self._erasure() + text
+        self._drawn = False
         if self._active:
             now = time.monotonic()
             self._first = self._first or now
             if now - max(self._changed, self._first + self._delay - self._refresh) >= self._refresh:
                 self._text, self._changed = self._describe(), now
-            if self._text:
-                width = shutil.get_terminal_size().columns - 1
-                line = f"{_DIM}{self._text[:width]}{_NORMAL}"
+            columns = shutil.get_terminal_size().columns
+            self._column = _column_after(text, self._column, columns)
+            # Behind the last column the cursor is in a state that few terminals save.
+            if self._text and self._column < columns:
+                line = f"{_DIM}{self._text[: columns - 1]}{_NORMAL}"
                 output += _MAKE_LINE_BELOW + _SAVE_AND_GO_BELOW + line + _GO_BACK
+                self._drawn = True
         sys.stdout.write(output)
         sys.stdout.flush()
 
     def _erasure(self) -> str:
-        return _SAVE_AND_GO_BELOW + _GO_BACK if self._text else ""
+        return _SAVE_AND_GO_BELOW + _GO_BACK if self._drawn else ""
 
     def __exit__(self, *_: object) -> None:
-        if self._text:
+        if self._drawn:
             sys.stdout.write(self._erasure())
             sys.stdout.flush()
-            self._text = ""
+            self._drawn = False
+
+
+def _column_after(text: str, column: int, columns: int) -> int:
+    """Where the cursor is after printing text from a column on; `columns` is behind the last."""
+    for character in text:
+        if character == "\n":
+            column = 0
+        elif character == "\t":
+            column = min((column // 8 + 1) * 8, columns - 1)
+        else:
+            width = cell_len(character)
+            column = column + width if column + width <= columns else width
+    return column

@@ -21,6 +21,8 @@ WORDS = [
     "\n",
     "- a list\n- of points\n",
     "x" * 3 * COLUMNS,
+    "to the\tedge",
+    " and on, 鸟" * 30,
 ]
 
 
@@ -66,12 +68,18 @@ def test_it_is_below_the_text_and_leaves_nothing(tmp_path: Path, height: int, co
     """On a screen that scrolls and on one that is tall enough."""
     during, after = shown(WORDS[:count], height, tmp_path, "7.8 tok/s")
     plain = pyte.Screen(COLUMNS, height)
-    text = "".join(WORDS[:count]).replace("\n", "\r\n")
-    pyte.Stream(plain).feed(text + "\x1bD\x1bM")  # there is a line below, as with the live line
+    stream = pyte.Stream(plain)
+    for text in WORDS[:count]:
+        stream.feed(text.replace("\n", "\r\n"))
+        if plain.cursor.x < COLUMNS:
+            stream.feed("\x1bD\x1bM")  # there is a line below, as with the live line
     assert after == [row.rstrip() for row in plain.display]
     at = plain.cursor.y + 1
-    assert during[at] == "7.8 tok/s"
-    assert [*during[:at], "", *during[at + 1 :]] == after
+    if plain.cursor.x == COLUMNS:  # the cursor is behind the last column
+        assert during == after
+    else:
+        assert during[at] == "7.8 tok/s"
+        assert [*during[:at], "", *during[at + 1 :]] == after
 
 
 def test_a_long_line_is_cut(tmp_path: Path) -> None:
