@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
+import numpy as np
 
 
 def write_variant(
@@ -15,8 +16,12 @@ def write_variant(
     *,
     architecture: str | None = None,
     without_tensor: str | None = None,
+    tensors: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
 ) -> Path:
-    """A copy of `source`; None leaves a key out, a key that is new is a string or a number."""
+    """A copy of `source`; None leaves a key out, a key that is new is a string or a number.
+
+    `tensors` have other bytes and types.
+    """
     changes = dict(changes or {})
     reader = gguf.GGUFReader(source)
     fields = {n: f for n, f in reader.fields.items() if not n.startswith("GGUF.")}
@@ -34,7 +39,8 @@ def write_variant(
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for tensor in reader.tensors:
         if tensor.name != without_tensor:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            data, kind = (tensors or {}).get(tensor.name, (tensor.data, tensor.tensor_type))
+            writer.add_tensor(tensor.name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
