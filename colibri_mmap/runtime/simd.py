@@ -341,6 +341,56 @@ def caster(element: str, n: int) -> Any:
     return cast
 
 
+def look_up(values: Any) -> Any:
+    """A function of i8 lanes that hold 0 to 15: the i8 at that place of 16 `values`, lane by lane.
+
+    The lanes come in multiples of 32. Without a byte shuffle each place is compared for.
+    """
+    table = [int(value) for value in values]
+
+    @intrinsic
+    def pick(typing: Any, places: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            (lanes,) = arguments
+            if FORM == "generic":
+                result = _constant(places.llvm, [table[0]] * places.n)
+                for place, value in enumerate(table[1:], 1):
+                    here = builder.icmp_signed(
+                        "==", lanes, _constant(places.llvm, [place] * places.n)
+                    )
+                    result = builder.select(
+                        here, _constant(places.llvm, [value] * places.n), result
+                    )
+                return result
+            part = Vector("i8", 32).llvm
+            kind = ir.FunctionType(part, [part, part])
+            shuffle_bytes = cgutils.get_or_insert_function(
+                builder.module, kind, "llvm.x86.avx2.pshuf.b"
+            )
+            whole = None
+            for first in range(0, places.n, 32):
+                some = builder.shuffle_vector(lanes, lanes, _lanes(range(first, first + 32)))
+                found = builder.call(shuffle_bytes, [_constant(part, table * 2), some])
+                joined = _lanes(range(first + 32))
+                whole = found if whole is None else builder.shuffle_vector(whole, found, joined)
+            return whole
+
+        return places(places), generate
+
+    return pick
+
+
+@intrinsic
+def float_of_bits(typing: Any, bits: Any) -> Any:
+    """The float32 whose bits are the low 32 of an integer."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = context.cast(builder, arguments[0], signature.args[0], types.int32)
+        return builder.bitcast(number, ir.FloatType())
+
+    return types.float32(bits), generate
+
+
 @intrinsic
 def bits_to_bytes(typing: Any, bits: Any) -> Any:
     """The 64 bits of an integer as i8 [64] of 0 and 1."""

@@ -20,7 +20,8 @@ from colibri_mmap.runtime.simd import FORM, FORMS
 from colibri_mmap.runtime.task import SCRATCH_BYTES, Task
 
 QUANTISED = tuple(
-    GGMLType[name] for name in ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+    GGMLType[name]
+    for name in ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K"]
 )
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 CASES = [(type, "exact") for type in FLOATS + QUANTISED] + [(type, "int8") for type in QUANTISED]
@@ -54,6 +55,9 @@ def random_weights(type: GGMLType, rows: int, columns: int, rng: np.random.Gener
         return w.view(np.uint16)[:, 1::2].copy().view(np.uint8) if type == 30 else w.view(np.uint8)
     block, size = block_geometry(type)
     raw = rng.integers(0, 256, (rows * columns // block, size), np.uint8)
+    if type is GGMLType.MXFP4:
+        raw[:, 0] = rng.choice([0, 1, 2, 120, 121], len(raw), p=[0.01] * 3 + [0.485] * 2)
+        return raw.reshape(rows, -1)
     for offset in SCALE_FIELDS.get(type.name, (0,)):
         scales = rng.uniform(0.2, 2, len(raw)) * rng.choice([1, -1], len(raw)) * 1e-3
         scales = scales.astype(np.float16)
@@ -343,7 +347,7 @@ LOWER_FORMS = FORMS[FORMS.index(FORM) + 1 :]
 
 @pytest.mark.parametrize("form", LOWER_FORMS)
 def test_every_instruction_set_gives_the_same_bits(form: str) -> None:
-    assert_same_in(form, [GGMLType.Q4_K, GGMLType.Q8_0])
+    assert_same_in(form, [GGMLType.Q4_K, GGMLType.Q8_0, GGMLType.MXFP4])
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ Every function takes the address of one block and returns vectors. Block layouts
             Q5_0  d f16, high u1[32], q u4[32]         w = d * (q - 16)
             Q5_1  d f16, m f16, high u1[32], q u4[32]  w = d * q + m
             Q8_0  d f16, q i8[32]                      w = d * q
+            MXFP4 e u8, q u4[32]                       w = 2^(e - 128) * (0 1 2 3 4 6 8 12)[q & 7],
+                                                       negative where q & 8
             Q4_K  d f16, dmin f16, scales u6[8], mins u6[8] (12 bytes), q u4[256]
                                                        w = d * scale * q - dmin * min, per 32
             Q5_K  the same with high u1[256] before q
@@ -30,6 +32,7 @@ from ..simd import (
     bit_or,
     bits_to_bytes,
     constant,
+    float_of_bits,
     int_to_float,
     load_f16,
     load_f16x16,
@@ -40,8 +43,10 @@ from ..simd import (
     load_i8x32,
     load_i8x64,
     load_i16x16,
+    load_u8,
     load_u16,
     load_u32,
+    look_up,
     mul,
     shift_left,
     shift_right,
@@ -74,6 +79,8 @@ _left_4_3, _left_2_1, _left_4_2, _right_0_1, _right_0_2, _right_0_4, _right_2_3 
     constant("i16", [low] * 16 + [high] * 16)
     for low, high in ((4, 3), (2, 1), (4, 2), (0, 1), (0, 2), (0, 4), (2, 3))
 )
+
+fp4_plus_16 = look_up([16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4])
 
 
 # ------------------------------------------------------------------ blocks of 32: weights i8 [32]
@@ -120,6 +127,19 @@ def q5_1_weights(block):
 def q8_0_weights(block):
     """q i8 [32]."""
     return load_i8x32(block + 2)
+
+
+@numba.njit(**INLINE)
+def mxfp4_weights(block):
+    """q u8 [32]; the weight is the block's scale * (q - 16)."""
+    return fp4_plus_16(_nibbles(block + 1))
+
+
+@numba.njit(**INLINE)
+def mxfp4_scale(block):
+    """2^(e - 128); denormal for the two smallest e."""
+    e = load_u8(block)
+    return float_of_bits((e - 1) << 23 if e > 1 else 0x00200000 << e)
 
 
 # ------------------------------------------------------------------ blocks of 256: u8 [64] x 4
@@ -272,6 +292,14 @@ def q8_0_floats(source, n, out):
         p, to = source + 34 * block, out + 128 * block
         d = load_f16(p)
         _store_products(to, q8_0_weights(p), d, d)
+
+
+@numba.njit(**INLINE)
+def mxfp4_floats(source, n, out):
+    for block in range(n // 32):
+        p, to = source + 17 * block, out + 128 * block
+        d = mxfp4_scale(p)
+        _store_products(to, sub(mxfp4_weights(p), _sixteen()), d, d)
 
 
 @numba.njit(**INLINE)

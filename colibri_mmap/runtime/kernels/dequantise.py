@@ -14,6 +14,7 @@ from .blocks import (
     bf16_floats,
     f16_floats,
     f32_floats,
+    mxfp4_floats,
     q4_0_floats,
     q4_1_floats,
     q4_k_floats,
@@ -72,6 +73,11 @@ def dequantise_q5_1(args: int, lo: int, hi: int, scratch: int) -> None:
 @Task
 def dequantise_q8_0(args: int, lo: int, hi: int, scratch: int) -> None:
     _rows(q8_0_floats, args, lo, hi)
+
+
+@Task
+def dequantise_mxfp4(args: int, lo: int, hi: int, scratch: int) -> None:
+    _rows(mxfp4_floats, args, lo, hi)
 
 
 @Task

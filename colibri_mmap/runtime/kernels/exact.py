@@ -33,6 +33,7 @@ from .blocks import (
     bf16_floats,
     f16_floats,
     f32_floats,
+    mxfp4_floats,
     q4_0_floats,
     q4_1_floats,
     q4_k_floats,
@@ -271,6 +272,16 @@ def exact_matvec_q8_0(args: int, lo: int, hi: int, scratch: int) -> None:
 @Task
 def exact_matmul_q8_0(args: int, lo: int, hi: int, scratch: int) -> None:
     _matmul(q8_0_floats, 32, 34, args, lo, hi, scratch)
+
+
+@Task
+def exact_matvec_mxfp4(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec(mxfp4_floats, 32, 17, args, lo, hi, scratch)
+
+
+@Task
+def exact_matmul_mxfp4(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matmul(mxfp4_floats, 32, 17, args, lo, hi, scratch)
 
 
 @Task

@@ -50,6 +50,8 @@ from .blocks import (
     join_32,
     k_scales,
     low_32,
+    mxfp4_scale,
+    mxfp4_weights,
     q4_0_weights,
     q4_1_weights,
     q4_k_weights,
@@ -130,6 +132,14 @@ def _unpack_q8_0(block, groups, to):
         signed = signed_weights(join_32(w, w))
         store(to + 32 * group, low_32(signed, signed))
         store_f32(to + _SCALES + 4 * group, load_f16(p))
+
+
+@numba.njit(**INLINE)
+def _unpack_mxfp4(block, groups, to):
+    for group in range(groups):
+        p = block + 17 * group
+        store(to + 32 * group, mxfp4_weights(p))
+        store_f32(to + _SCALES + 4 * group, mxfp4_scale(p))
 
 
 @numba.njit(**INLINE)
@@ -378,6 +388,11 @@ def matmul_q5_1(args: int, lo: int, hi: int, scratch: int) -> None:
 @Task
 def matmul_q8_0(args: int, lo: int, hi: int, scratch: int) -> None:
     _matmul(_unpack_q8_0, _tile_q8_0, 272, 8 * _GROUP, args, lo, hi, scratch)
+
+
+@Task
+def matmul_mxfp4(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matmul(_unpack_mxfp4, _tile_q5_0, 136, 8 * _GROUP, args, lo, hi, scratch)
 
 
 @Task

@@ -13,10 +13,12 @@ import numba
 
 from ..simd import (
     INLINE,
+    as_i8x8,
     as_i8x64,
     as_i16x32,
     bit_or,
     bits_to_bytes,
+    caster,
     constant,
     dot_signed,
     dot_u8_i8,
@@ -28,9 +30,11 @@ from ..simd import (
     load_i8x64,
     load_i32x16,
     load_i64,
+    load_u8,
     load_u32,
     mul,
     prefetch,
+    select_less,
     shift_left,
     shift_right_signed,
     shuffle,
@@ -38,12 +42,14 @@ from ..simd import (
     signed_weights,
     splat_i32x16,
     store_f32,
+    sub,
     total,
+    unsigned_to_i32,
     zero_f32x16,
     zero_i32x16,
 )
 from ..task import Task
-from .blocks import join_32, low_and_high_nibbles
+from .blocks import fp4_plus_16, join_32, low_and_high_nibbles
 
 _RECORD = 256  # bytes of a record per 128 values
 _MINUS_128_SUMS, _SCALES, _SCALED_SUMS = 128, 192, 208
@@ -52,6 +58,10 @@ _AHEAD = 4096  # bytes between what is prefetched and what is used
 _join_16 = shuffle(range(32))
 _each_four_times = shuffle([lane // 4 for lane in range(16)])
 _four_i16 = constant("i16", [4] * 32)
+_one_i32x8, _23_i32x8 = constant("i32", [1] * 8), constant("i32", [23] * 8)
+_bit_21_i32x8 = constant("i32", [1 << 21] * 8)
+_as_f32x8 = caster("f32", 8)
+_first_four = shuffle(range(4))
 _zero_f32x4 = constant("f32", [0.0] * 4)
 
 
@@ -117,10 +127,29 @@ def _q8_0_dot(a, b, c, d, x):
     return dot_signed(first, signed_weights(last), load_i8x64(x + 64))
 
 
+@numba.njit(**INLINE)
+def _mxfp4_dot(a, b, c, d, x):
+    first, last = low_and_high_nibbles(_four_times_16(a, b, c, d, 1))
+    return _dot_minus(4, (fp4_plus_16(first), fp4_plus_16(last)), x)
+
+
+@numba.njit(**INLINE)
+def _four_powers(a, b, c, d):
+    """2^(e - 128) for the bytes e at four addresses; denormal for the two smallest e."""
+    bytes_4 = load_u8(a) | (load_u8(b) << 8) | (load_u8(c) << 16) | (load_u8(d) << 24)
+    e = unsigned_to_i32(as_i8x8(bytes_4))
+    normal = shift_left(sub(e, _one_i32x8()), _23_i32x8())
+    denormal = shift_left(_bit_21_i32x8(), e)
+    floats = _as_f32x8(select_less(_one_i32x8(), e, normal, denormal))
+    return _first_four(floats, floats)
+
+
 # ------------------------------------------------------------------ all rows, all tokens
 @numba.njit(**INLINE)
-def _matvec(dot, size, has_minimum, args, lo, hi):
-    """`dot` gives the integer sums of blocks of `size` bytes; `has_minimum`: w = d * q + m.
+def _matvec(scales_of, dot, size, has_minimum, args, lo, hi):
+    """`scales_of` gives d of four blocks of `size` bytes, `dot` their integer sums.
+
+    `has_minimum`: w = d * q + m.
 
     Blocks behind the last are the last again; the activations there are zero.
     """
@@ -136,7 +165,7 @@ def _matvec(dot, size, has_minimum, args, lo, hi):
                 b, c, d = min(a + size, last), min(a + 2 * size, last), min(a + 3 * size, last)
                 prefetch(a + _AHEAD)
                 prefetch(a + _AHEAD + 64)
-                scales = mul(gather_f16x4(a, b, c, d), load_f32x4(record + _SCALES))
+                scales = mul(scales_of(a, b, c, d), load_f32x4(record + _SCALES))
                 sums = int_to_float(dot(a, b, c, d, record))
                 acc = fma(sums, _each_four_times(scales, scales), acc)
                 if has_minimum:
@@ -149,24 +178,29 @@ def _matvec(dot, size, has_minimum, args, lo, hi):
 
 @Task
 def matvec_q4_0(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec(_q4_0_dot, 18, False, args, lo, hi)
+    _matvec(gather_f16x4, _q4_0_dot, 18, False, args, lo, hi)
 
 
 @Task
 def matvec_q4_1(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec(_q4_1_dot, 20, True, args, lo, hi)
+    _matvec(gather_f16x4, _q4_1_dot, 20, True, args, lo, hi)
 
 
 @Task
 def matvec_q5_0(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec(_q5_0_dot, 22, False, args, lo, hi)
+    _matvec(gather_f16x4, _q5_0_dot, 22, False, args, lo, hi)
 
 
 @Task
 def matvec_q5_1(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec(_q5_1_dot, 24, True, args, lo, hi)
+    _matvec(gather_f16x4, _q5_1_dot, 24, True, args, lo, hi)
 
 
 @Task
 def matvec_q8_0(args: int, lo: int, hi: int, scratch: int) -> None:
-    _matvec(_q8_0_dot, 34, False, args, lo, hi)
+    _matvec(gather_f16x4, _q8_0_dot, 34, False, args, lo, hi)
+
+
+@Task
+def matvec_mxfp4(args: int, lo: int, hi: int, scratch: int) -> None:
+    _matvec(_four_powers, _mxfp4_dot, 17, False, args, lo, hi)
