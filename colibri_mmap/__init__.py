@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .runtime.engine import Engine
     from .runtime.kv import Trace
+    from .runtime.ram import RamSettings
     from .runtime.sampling import Sampling
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Sampling", "Trace", "__version__"]
+__all__ = ["Engine", "RamSettings", "Sampling", "Trace", "__version__"]
 
 _HOMES = {
     "Engine": ".runtime.engine",
+    "RamSettings": ".runtime.ram",
     "Sampling": ".runtime.sampling",
     "Trace": ".runtime.kv",
 }

@@ -126,14 +126,15 @@ def plan_ram(
     """What of a model lives where, for `kv_bytes` of context, within `limits` and `ram`."""
     sizes = [layer.expert_bytes for layer in layers.values()]
     total = sum(layer.expert_bytes * layer.n_experts for layer in layers.values())
+    held = _anonymous_now()
     reserve = min(max(_SMALL_RESERVE, limits.total * 3 // 100), _LARGE_RESERVE)
     return plan_memory(
-        available_bytes=limits.available,
+        available_bytes=limits.available + held,  # what is held now is part of the plan
         trunk_bytes=sum(r.nbytes for r in trunk),
         expert_bytes_total=total,
         largest_expert=max(sizes, default=0),
         top_k=gguf.int(".expert_used_count", 0),
-        anonymous_bytes=max(0, _ANONYMOUS_BYTES - _anonymous_now()),
+        anonymous_bytes=max(_ANONYMOUS_BYTES, held),
         kv_bytes=kv_bytes,
         reserve=reserve,
         ram=None if ram is None else parse_size(ram, limits.total),
@@ -152,6 +153,11 @@ def resident_trunk(
 def open_ram_tier(weights: Weights, kv_bytes: int, settings: RamSettings) -> RamTier:
     """Plan, start reading the trunk, and make the pager of the experts."""
     limits, gguf, layers = memory_limits(), weights.gguf, weights.expert_layers
+    if not layers and (settings.pin or settings.prefetch or settings.io not in (None, "mmap")):
+        raise ArgumentError(
+            f"{gguf.path}: has no experts, so --pin, --prefetch and --io make no sense: leave them "
+            "out"
+        )
     ranges = resident_trunk(gguf, layers, limits)
     plan = plan_ram(gguf, layers, ranges, kv_bytes, settings.ram, limits)
     notices = list(plan.notices)
@@ -171,7 +177,7 @@ def open_ram_tier(weights: Weights, kv_bytes: int, settings: RamSettings) -> Ram
         notices += usage.notices
         learning = Learning(gguf, pager)
         learning.warm(usage)
-    own = plan.anonymous_bytes + plan.kv_bytes + _anonymous_now()
+    own = plan.anonymous_bytes + plan.kv_bytes
     return RamTier(plan, limits, trunk, pager, learning, tuple(notices), plan.expert_budget + own)
 
 

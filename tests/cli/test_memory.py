@@ -101,6 +101,19 @@ def test_hot_experts_are_packed_first(
 
 
 @pytest.mark.parametrize(
+    "options", [("--pin", "0:1"), ("--prefetch", "2"), ("--io", "direct"), ("--trace", "x.trace")]
+)
+def test_options_that_a_dense_model_cannot_obey(
+    colibri: Colibri, mini: Path, options: tuple[str, str]
+) -> None:
+    model = next((mini / "llama-dense").glob("*.gguf"))
+    done = colibri("chat", "-m", model, "-p", "Hi", *options)
+    assert done.returncode == 1
+    assert b"has no experts" in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
     ("options", "names"),
     [
         (["--pin", "3"], "--pin 3: expected LAYER:EXPERT"),
