@@ -1,4 +1,4 @@
-"""Attention over latents and the indexer's selection against float64 and numpy."""
+"""Attention over latents, the indexer's selection and products by head, against numpy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from colibri_mmap.format.quants import GGMLType, block_geometry, row_bytes
+from colibri_mmap.runtime.arena import Rows
 from colibri_mmap.runtime.kernels import indexer, latent
-from colibri_mmap.runtime.ops import float_bits
+from colibri_mmap.runtime.ops import Ops, float_bits
+from colibri_mmap.runtime.pool import Pool
+from colibri_mmap.runtime.weights import Matrix
 
 KINDS = pytest.mark.parametrize("half", [False, True], ids=["f32", "f16"])
 
@@ -210,3 +214,31 @@ def test_selection_is_exact_and_ties_go_to_the_lower_position(run, chosen: int) 
 def test_few_keys_are_all_selected(run) -> None:
     index = select(run, np.full((3, 16), np.nan, np.float32), 0, 4)
     assert index.tolist() == [[0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1]]
+
+
+# ------------------------------------------------------------------------------ by head
+@pytest.mark.parametrize("kind", [GGMLType.F32, GGMLType.F16, GGMLType.Q8_0, GGMLType.IQ4_XS])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_products_by_head(kind: GGMLType, tokens: int) -> None:
+    """The first values of each head times its matrix, kernels for the type or not."""
+    heads, rows, columns, size = 3, 20, 256, 280
+    random = np.random.default_rng(5)
+    data = random.integers(0, 255, (heads * rows, row_bytes(kind, columns)), np.uint8)
+    if kind in (GGMLType.F32, GGMLType.F16):
+        values = random.standard_normal((heads * rows, columns), np.float32)
+        data = values.astype(np.float16 if kind == GGMLType.F16 else np.float32).view(np.uint8)
+    else:  # a scale that is a number
+        blocks = data.reshape(-1, block_geometry(kind)[1])
+        blocks[:, :2] = np.full(len(blocks), 0.01, np.float16).view(np.uint8).reshape(-1, 2)
+    whole = Matrix(data.ctypes.data, kind, heads * rows, columns, data.strides[0])
+    matrices = [whole.part(rows * head, rows) for head in range(heads)]
+    x = random.standard_normal((tokens, heads, size), np.float32)
+    pool = Pool(2)
+    ops = Ops(pool, "exact")
+    source = Rows(ops.arena.copy_in(x), tokens, heads * size)
+    got = [ops.numpy(ops.head_linear(source, matrices)) for _ in range(2)]
+    pool.close()
+    weights = whole.floats().reshape(heads, rows, columns).astype(float)
+    expected = np.einsum("thc,hrc->thr", x[:, :, :columns], weights).reshape(tokens, -1)
+    assert np.abs(got[0] - expected).max() < 1e-5 * np.abs(expected).max()
+    assert np.array_equal(*got)
