@@ -30,10 +30,13 @@ class RopeFrequencies:
         return np.cos(angles) * self.factor, np.sin(angles) * self.factor
 
 
-def rope_frequencies(weights: Weights, rotated: int) -> RopeFrequencies:
+def rope_frequencies(
+    weights: Weights, rotated: int, *, round_limits: bool = True
+) -> RopeFrequencies:
     """The frequencies of `rotated` dimensions; the tensor rope_freqs.weight divides them.
 
-    Scaling: none, linear, yarn (Peng et al. 2023); another kind is an UnsupportedError.
+    Scaling: none, linear, yarn (Peng et al. 2023), whose ramp runs between whole dimensions if
+    `round_limits`; another kind is an UnsupportedError.
     """
     gguf = weights.gguf
     base = gguf.float(".rope.freq_base", 0.0) or 10000.0  # 0 means not stated
@@ -53,12 +56,17 @@ def rope_frequencies(weights: Weights, rotated: int) -> RopeFrequencies:
     if kind == "linear":
         return RopeFrequencies(frequencies / np.float32(scale))
     if kind == "yarn":
-        return _yarn(gguf, rotated, frequencies, scale, base)
+        return _yarn(gguf, rotated, frequencies, scale, base, round_limits)
     raise UnsupportedError(f"{gguf.path}: rope scaling {kind!r}; supported: none, linear, yarn")
 
 
 def _yarn(
-    gguf: GGUF, rotated: int, frequencies: NDArray[np.float32], scale: float, base: float
+    gguf: GGUF,
+    rotated: int,
+    frequencies: NDArray[np.float32],
+    scale: float,
+    base: float,
+    round_limits: bool,
 ) -> RopeFrequencies:
     key = ".rope.scaling.original_context_length"
     original = gguf.int(key, gguf.int(".context_length"))
@@ -70,8 +78,10 @@ def _yarn(
     def dimension(rotations: float) -> float:
         return rotated * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(dimension(fast)), 0)
-    high = min(math.ceil(dimension(slow)), rotated - 1)
+    low, high = dimension(fast), dimension(slow)
+    if round_limits:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
     ramp = (np.arange(rotated // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
     keep = 1.0 - np.clip(ramp, 0.0, 1.0)
     mixed = frequencies / np.float32(scale) * (1 - keep) + frequencies * keep

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from colibri_mmap import Engine, Sampling
 from colibri_mmap.runtime import scheduler
-from colibri_mmap.runtime.kv import KVCache, Trace
+from colibri_mmap.runtime.kv import KVCache, KVShape, Trace
 from colibri_mmap.runtime.ops import Mode
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -26,9 +27,13 @@ class Running(AbstractContextManager["Running"]):
     def __exit__(self, *error: object) -> None:
         self._engine.close()
 
-    def sequence(self, context: int = 64) -> scheduler.Sequence:
-        cache = KVCache(self._model.kv_shapes, context, self._engine.kv_type)
-        return scheduler.Sequence(cache)
+    def sequence(self, context: int = 64, *, keep_all: bool = False) -> scheduler.Sequence:
+        """An empty sequence; with `keep_all`, layers with a window keep every position too."""
+        shapes = [
+            replace(shape, window=0) if keep_all and isinstance(shape, KVShape) else shape
+            for shape in self._model.kv_shapes
+        ]
+        return scheduler.Sequence(KVCache(shapes, context, self._engine.kv_type))
 
     def step(
         self, *work: tuple[scheduler.Sequence, Sequence[int]], trace: Trace | None = None

@@ -46,3 +46,13 @@ def write_variant(
     writer.write_tensors_to_file()
     writer.close()
     return target
+
+
+def write_dequantised(source: Path, target: Path) -> Path:
+    """A copy of `source` whose weights are float32, as gguf-py makes them."""
+    kind = gguf.GGMLQuantizationType.F32
+    tensors = {
+        tensor.name: (gguf.quants.dequantize(tensor.data, tensor.tensor_type), kind)
+        for tensor in gguf.GGUFReader(source).tensors
+    }
+    return write_variant(source, target, tensors=tensors)
