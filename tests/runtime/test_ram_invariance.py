@@ -15,7 +15,12 @@ from colibri_mmap.runtime.ram import RamSettings
 from colibri_mmap.runtime.sources import IoMode
 
 IO: tuple[IoMode, ...] = ("mmap", "pread", "direct")
-MODELS = ("mixtral/mixtral.Q8_0", "qwen3moe/qwen3moe.BF16", "qwen3moe-fused/qwen3moe-fused.BF16")
+MODELS = (
+    "mixtral/mixtral.Q8_0",
+    "qwen3moe/qwen3moe.BF16",
+    "qwen3moe-fused/qwen3moe-fused.BF16",
+    "gpt-oss/gpt-oss.MXFP4",
+)
 IDS = [1, 17, 300, 45, 45, 212, 9, 130, 77, 5, 260, 31, 8, 99, 150, 3, 201, 64, 2, 118]
 TOKENS = 24
 
