@@ -66,10 +66,11 @@ def test_a_model_that_fits_reads_nothing(colibri: Colibri, model: Path) -> None:
 def test_a_part_of_the_experts(colibri: Colibri, model: Path, tmp_path: Path) -> None:
     memory = planned(colibri, "-m", model)["memory"]
     always = memory["trunk_bytes"] + memory["kv_bytes"] + 256 * MIB
-    ram = str(int(always + memory["expert_bytes"]) // MIB * MIB)
-    # what the program itself takes is part of those 256 MiB, so that experts get what is over
+    ram = str(int(always + 0.75 * memory["expert_bytes"]))
     found = planned(colibri, "-m", model, "--ram", ram)
     assert found["limited_by"] == f"--ram {ram}"
+    assert found["memory"]["evict"]
+    assert found["memory"]["expert_share"] == pytest.approx(0.75, abs=0.01)
     used = sum(found["memory"][f"{name}_bytes"] for name in ("trunk", "kv", "anonymous"))
     assert found["memory"]["limit"] == int(ram) > used
 
