@@ -35,7 +35,8 @@ class AttentionShape:
     """Grouped-query attention: `heads` queries share `kv_heads` keys and values.
 
     `scale` is the factor on the scores, `norm` that of the input; q, k and v are brought into
-    [-clamp, clamp]; `residual` is a factor on the output.
+    [-clamp, clamp]; the first `rotated` dimensions of a head are rotated; `residual` is a factor on
+    the output.
     """
 
     width: int
@@ -143,7 +144,7 @@ class GroupedQueryAttention:
                 ops.clamp(rows, shape.clamp)
         if not shape.norm_after_rope:
             self._norm(q, k, ops)
-        if rope is not None:
+        if rope is not None and shape.rotated:
             ops.rope(q, shape.heads, rope, half_split=shape.half_split)
             ops.rope(k, shape.kv_heads, rope, half_split=shape.half_split)
         if shape.norm_after_rope:

@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Rows
-from .kernels.routing import GROUP_BY_TWO_BEST, SOFTMAX, route_top_k
+from .kernels.routing import (
+    GROUP_BY_TWO_BEST,
+    SOFTMAX,
+    SPARSEMIXER,
+    route_sparsemixer,
+    route_top_k,
+)
 from .ops import (
     BIAS,
     BIAS_OUT,
@@ -73,7 +79,8 @@ def route(ops: Ops, logits: Rows, shape: RouterShape, bias: Vector | None = None
     more = (shape.gating, bias.address if bias else 0, *groups, int(shape.normalise))
     key = ("route", *words, *more) if count == 1 else None
     scale = float_bits(shape.scale)
-    ops.run(key, lambda: [[job(route_top_k, count, 16, *words, *more, scale)]])
+    task = route_sparsemixer if shape.gating == SPARSEMIXER else route_top_k
+    ops.run(key, lambda: [[job(task, count, 16, *words, *more, scale)]])
     ids = arena.integers(ids_address, count * k).reshape(count, k)
     return Routing(ids, arena.view(weights), ids_address, weights.address)
 

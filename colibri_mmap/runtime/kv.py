@@ -183,12 +183,16 @@ class _RecurrentStates:
 
 @dataclass(slots=True)
 class SequenceSlice:
-    """Rows [start, stop) of a batch: consecutive tokens of one sequence, from `position` on."""
+    """Rows [start, stop) of a batch: consecutive tokens of one sequence, from `position` on.
+
+    `length`: how many tokens the sequence is known to get.
+    """
 
     cache: KVCache
     start: int
     stop: int
     position: int
+    length: int
 
     def rows(self, x: Rows) -> Rows:
         """Its rows of a batch's."""

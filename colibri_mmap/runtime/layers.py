@@ -284,7 +284,7 @@ class Decoder:
         x = ops.embed(self.token_embd, batch.tokens)
         if self.embedding_factor.values != 1:
             ops.scale(x, self.embedding_factor)
-        rope = None if self.rope is None else ops.rope_table(self.rope, batch.positions)
+        rope = None if self.rope is None else ops.rope_table(self.rope, batch)
         for block in self.blk:
             with ops.temporaries():
                 block.add_to(x, ops, batch, rope)

@@ -20,7 +20,7 @@ from .kernels import elementwise
 from .kernels.registry import ACTIVATIONS, WeightKernels, dequantise_task, weight_kernels
 from .kv import Batch, SequenceSlice
 from .pool import ARGUMENTS, Job, Launch, Pool, job
-from .rope import RopeFrequencies
+from .rope import Rope, RopeFrequencies
 from .task import Task
 from .weights import Matrix, Vector
 
@@ -320,9 +320,9 @@ class Ops:
                 result[:, first : first + count] = self.arena.view(part)
 
     # -------------------------------------------------------------------------- attention
-    def rope_table(self, rope: RopeFrequencies, positions: NDArray[np.int64]) -> tuple[Rows, Rows]:
+    def rope_table(self, rope: RopeFrequencies, batch: Batch) -> Rope:
         """Cosines and sines of the positions [T, pairs] each, for `rope`."""
-        cosines, sines = rope.table(positions)
+        cosines, sines = rope.table(batch)
         count, pairs = cosines.shape
         return (
             Rows(self.arena.copy_in(cosines), count, pairs),

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ..errors import UnsupportedError
 from ..format.gguf import GGUF
 from .arena import Rows
+from .kv import Batch
 from .weights import Weights
 
 Rope = tuple[Rows, Rows]  # cosines and sines of a batch's positions, [T, pairs] each
@@ -24,10 +25,56 @@ class RopeFrequencies:
     def __init__(self, frequencies: NDArray[np.float32], factor: float = 1.0) -> None:
         self.frequencies, self.factor = frequencies, np.float32(factor)
 
-    def table(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+    def of(self, batch: Batch) -> NDArray[np.float32]:
+        """The frequencies of every token: [pairs], or [T, pairs] where they differ."""
+        return self.frequencies
+
+    def table(self, batch: Batch) -> tuple[NDArray[np.float32], ...]:
         """Cosines and sines, float32 [T, pairs] each; the angle is a float32 product as in HF."""
-        angles = positions[:, None].astype(np.float32) * self.frequencies
+        angles = batch.positions[:, None].astype(np.float32) * self.of(batch)
         return np.cos(angles) * self.factor, np.sin(angles) * self.factor
+
+
+class LongRopeFrequencies(RopeFrequencies):
+    """Other frequencies for every token of a sequence of more than `limit` (Ding et al. 2024)."""
+
+    def __init__(
+        self, short: NDArray[np.float32], long: NDArray[np.float32], limit: int, factor: float
+    ) -> None:
+        super().__init__(short, factor)
+        self.long, self.limit = long, limit
+
+    def of(self, batch: Batch) -> NDArray[np.float32]:
+        return np.concatenate(
+            [
+                np.broadcast_to(
+                    self.long if part.length > self.limit else self.frequencies,
+                    (part.stop - part.start, len(self.long)),
+                )
+                for part in batch.sequences
+            ]
+        )
+
+
+def long_rope_frequencies(weights: Weights, rotated: int, factor: float) -> LongRopeFrequencies:
+    """The frequencies divided by rope_factors_short.weight and rope_factors_long.weight."""
+    gguf = weights.gguf
+    limit = gguf.int(".rope.scaling.original_context_length", minimum=1)
+    _, plain = _plain_frequencies(gguf, rotated)
+    short, long = (
+        plain / weights.vector(f"rope_factors_{name}.weight", rotated // 2).values
+        for name in ("short", "long")
+    )
+    return LongRopeFrequencies(short, long, limit, factor)
+
+
+def _plain_frequencies(gguf: GGUF, rotated: int) -> tuple[float, NDArray[np.float32]]:
+    """The base, and the frequencies without any scaling."""
+    base = gguf.float(".rope.freq_base", 0.0) or 10000.0  # 0 means not stated
+    if not 1.0 < base < math.inf:
+        gguf.fail(".rope.freq_base", f"must be above 1, is {base}")
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+    return base, (1.0 / np.float32(base) ** exponents).astype(np.float32)
 
 
 def rope_frequencies(
@@ -39,11 +86,7 @@ def rope_frequencies(
     `round_limits`; another kind is an UnsupportedError.
     """
     gguf = weights.gguf
-    base = gguf.float(".rope.freq_base", 0.0) or 10000.0  # 0 means not stated
-    if not 1.0 < base < math.inf:
-        gguf.fail(".rope.freq_base", f"must be above 1, is {base}")
-    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
-    frequencies = (1.0 / np.float32(base) ** exponents).astype(np.float32)
+    base, frequencies = _plain_frequencies(gguf, rotated)
     factors = weights.optional_vector("rope_freqs.weight", rotated // 2)
     if factors is not None:
         frequencies = frequencies / factors.values

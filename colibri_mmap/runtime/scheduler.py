@@ -16,10 +16,11 @@ from .ops import Ops
 
 @dataclass(slots=True)
 class Sequence:
-    """Tokens that the cache knows, in order."""
+    """Tokens that the cache knows, in order; `announced`: how many there will be, at least."""
 
     cache: KVCache
     ids: list[int] = field(default_factory=list)
+    announced: int = 0
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens; all where the cache cannot (KVCache.kept)."""
@@ -42,8 +43,10 @@ def step(
     start = 0
     for sequence, new in work:
         assert new
-        sequence.cache.begin(len(sequence.ids), len(sequence.ids) + len(new))
-        slices.append(SequenceSlice(sequence.cache, start, start + len(new), len(sequence.ids)))
+        known, end = len(sequence.ids), len(sequence.ids) + len(new)
+        sequence.cache.begin(known, end)
+        length = max(end, sequence.announced)
+        slices.append(SequenceSlice(sequence.cache, start, start + len(new), known, length))
         start += len(new)
     tokens = np.concatenate([np.asarray(new, np.int64) for _, new in work])
     positions = np.concatenate(

@@ -13,6 +13,7 @@ from colibri_mmap.runtime.kernels.routing import (
     SIGMOID,
     SOFTMAX,
     SQRT_SOFTPLUS,
+    route_sparsemixer,
     route_top_k,
 )
 from colibri_mmap.runtime.ops import float_bits
@@ -118,3 +119,21 @@ def test_large_logits_stay_finite(run, gating: int) -> None:
     logits = np.array([[-500, 500, -90, 0, 90, 499]], np.float32)
     _, weights = route(run, Case(6, 6, gating, normalise=False), logits, logits)
     assert np.isfinite(weights).all()
+
+
+def test_sparsemixer(run) -> None:
+    """The weight of a chosen expert is its share among those within 2 % of it, itself included."""
+    near = np.array([1.0, 2.0, -3.0, 1.98, 1.95, 0.0, 1.961, -2.0], np.float32)
+    logits = np.stack([near, -near, np.zeros(8, np.float32), 10 * near])
+    ids, weights = np.empty((4, 2), np.int64), np.empty((4, 2), np.float32)
+    where = (logits.ctypes.data, logits.strides[0], 8, 2, ids.ctypes.data, weights.ctypes.data)
+    run(route_sparsemixer, 4, *where)
+    assert ids.tolist() == [[1, 3], [2, 7], [0, 1], [1, 3]]
+    exp = np.exp(logits.astype(float))
+    expected = [
+        [exp[0, 1] / exp[0, [1, 3, 6]].sum(), exp[0, 3] / exp[0, [3, 4, 6]].sum()],
+        [1.0, 1.0],
+        [1 / 8, 1 / 7],
+        [exp[3, 1] / exp[3, [1, 3, 6]].sum(), exp[3, 3] / exp[3, [3, 4, 6]].sum()],
+    ]
+    assert np.abs(weights - expected).max() <= 1e-6

@@ -7,12 +7,14 @@ import math
 import numpy as np
 from numba import njit
 
-from ..simd import INLINE, load_4_words, load_f32, store_f32, store_i64
+from ..simd import INLINE, load_4_words, load_f32, load_i64, store_f32, store_i64
 from ..task import Task
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = 1, 2, 4  # as the key expert_gating_func numbers them
+SPARSEMIXER = -1  # a way of choosing that no key names
 GROUP_BY_MAXIMUM, GROUP_BY_TWO_BEST = 0, 1  # what a group of experts is ranked by
 _GONE = np.float32(-np.inf)
+_NEAR = np.float32(0.02)  # relative distance to the best within which SparseMixer lets others count
 
 
 @njit(**INLINE)
@@ -102,3 +104,29 @@ def route_top_k(args: int, lo: int, hi: int, scratch: int) -> None:
         factor = scale / picked if normalise else scale
         for j in range(k):
             store_f32(weight + 4 * j, load_f32(weight + 4 * j) * factor)
+
+
+@Task
+def route_sparsemixer(args: int, lo: int, hi: int, scratch: int) -> None:
+    """The k experts with the largest logits, best first, ties to the lower number.
+
+    The weight of each is its share in a softmax over those that are left and near it (SparseMixer,
+    Liu et al. 2023, as in Phi-3.5-MoE). Arguments as of `route_top_k`; from gating on unused.
+    """
+    logits, stride, experts, k = load_4_words(args)
+    ids, weights = load_i64(args + 32), load_i64(args + 40)
+    for token in range(lo, hi):
+        row = logits + token * stride
+        for e in range(experts):
+            store_f32(scratch + 4 * e, load_f32(row + 4 * e))
+        for j in range(k):
+            best = _best(scratch, 0, experts)
+            top = load_f32(scratch + 4 * best)
+            total = np.float32(0)
+            for e in range(experts):
+                logit = load_f32(row + 4 * e)
+                if not (top - logit) / max(abs(logit), top) > _NEAR:
+                    total += np.float32(math.exp(load_f32(scratch + 4 * e) - top))
+            store_i64(ids + (token * k + j) * 8, best)
+            store_f32(weights + (token * k + j) * 4, np.float32(1) / total)
+            store_f32(scratch + 4 * best, _GONE)

@@ -11,7 +11,7 @@ from ...errors import UnsupportedError
 from ...format.gguf import GGUF
 from ..arena import Rows
 from ..experts import ExpertStore
-from ..kernels import attention, elementwise, recurrent
+from ..kernels import attention, elementwise, recurrent, routing
 from ..kv import Batch, LayerShape
 from ..mla import latent_tasks, sparse_tasks
 from ..ops import Ops
@@ -24,6 +24,10 @@ def _attention(kv_type: str) -> list[Task]:
     return [getattr(attention, name) for name in names]
 
 
+def _attention_and(*more: Task) -> Callable[[str], list[Task]]:
+    return lambda kv_type: [*_attention(kv_type), *more]
+
+
 _DELTA_RULE = [
     recurrent.convolution_silu,
     recurrent.l2_norm,
@@ -32,10 +36,6 @@ _DELTA_RULE = [
     recurrent.delta_rule,
     elementwise.sigmoid_mul,
 ]
-
-
-def _hybrid(kv_type: str) -> list[Task]:
-    return [*_attention(kv_type), *_DELTA_RULE, elementwise.add_gated]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +47,28 @@ class Family:
 
 
 FAMILIES = {
+    "dbrx": Family("dbrx", _attention_and(elementwise.layer_norm, elementwise.clamp_rows)),
     "deepseek2": Family("deepseek2", latent_tasks),
     "deepseek32": Family("deepseek32", sparse_tasks),
     "dots1": Family("dots1"),
     "ernie4_5-moe": Family("ernie4_5_moe"),
     "glm-dsa": Family("glm_dsa", sparse_tasks),
     "glm4moe": Family("glm4moe"),
-    "gpt-oss": Family("gpt_oss", lambda kv: [*_attention(kv), elementwise.clamped_swiglu]),
-    "granitemoe": Family("granitemoe", lambda kv: [*_attention(kv), elementwise.scale_rows]),
+    "gpt-oss": Family("gpt_oss", _attention_and(elementwise.clamped_swiglu)),
+    "granitemoe": Family("granitemoe", _attention_and(elementwise.scale_rows)),
     "hunyuan-moe": Family("hunyuan_moe"),
     "kimi-linear": Family("kimi_linear", lambda kv: [*latent_tasks(kv), *_DELTA_RULE]),
-    "lfm2moe": Family("lfm2moe", lambda kv: [*_attention(kv), recurrent.convolution_gated]),
+    "lfm2moe": Family("lfm2moe", _attention_and(recurrent.convolution_gated)),
     "llama": Family("llama"),
+    "llama4": Family("llama4", _attention_and(elementwise.scale_rows)),
     "minimax-m2": Family("minimax_m2"),
     "olmoe": Family("olmoe"),
-    "qwen2moe": Family("qwen2moe", lambda kv: [*_attention(kv), elementwise.add_gated]),
+    "phimoe": Family("phimoe", _attention_and(elementwise.layer_norm, routing.route_sparsemixer)),
+    "qwen2moe": Family("qwen2moe", _attention_and(elementwise.add_gated)),
     "qwen3": Family("qwen3"),
-    "qwen35moe": Family("qwen35moe", _hybrid),
+    "qwen35moe": Family("qwen35moe", _attention_and(*_DELTA_RULE, elementwise.add_gated)),
     "qwen3moe": Family("qwen3moe"),
-    "qwen3next": Family("qwen3next", _hybrid),
+    "qwen3next": Family("qwen3next", _attention_and(*_DELTA_RULE, elementwise.add_gated)),
 }
 ARCHITECTURES = tuple(FAMILIES)
 
