@@ -176,6 +176,7 @@ class Engine:
         """
         ids = self._checked(ids)
         sequence = self._new_sequence(len(ids))
+        sequence.announce(len(ids), self._model.length_limit)
         chunks = [self._step(sequence, part, "all", trace) for part in _chunks(ids)]
         return np.concatenate(chunks)
 
@@ -317,6 +318,7 @@ class Engine:
     ) -> NDArray[np.float32]:
         """Read the prompt, except what the cache has of it; the logits of its last token."""
         sequence = self._sequence
+        sequence.announce(len(ids), self._model.length_limit)
         sequence.rewind(_common_prefix(sequence.ids, ids[:-1]))
         stats.cached_tokens = known = len(sequence.ids)
 
@@ -342,6 +344,10 @@ class Engine:
     ) -> NDArray[np.float32]:
         """Tokens through the model; ModelReadError if weights vanished while they were used."""
         known = len(sequence.ids)
+        if known + len(tokens) > sequence.announced:
+            lost = sequence.announce(known + len(tokens), self._model.length_limit)
+            for part in _chunks(lost):
+                self._step(sequence, part, "none")
         writer = self._trace_writer if trace is None else None
         if writer is not None:
             trace = Trace()

@@ -243,6 +243,7 @@ class Decoder:
         gguf = weights.gguf
         self.ops, self.blk, self.rope, self.output_norm = ops, blocks, rope, output_norm
         self.context_length = gguf.int(".context_length", minimum=0)
+        self.length_limit = rope.limit if rope is not None else 0
         self.kv_shapes: Sequence[LayerShape] = [block.mixer.cache_shape for block in blocks]
         width = gguf.int(".embedding_length", minimum=1)
         self.vocabulary = gguf.tensor("token_embd.weight").shape[-1]

@@ -20,7 +20,12 @@ LOG_MULTIPLIER = ".rope.scaling.yarn_log_multiplier"  # 0.1 * DeepSeek's mscale_
 
 
 class RopeFrequencies:
-    """Angles per position of every rotated pair; `factor` scales cosines and sines (YaRN)."""
+    """Angles per position of every rotated pair; `factor` scales cosines and sines (YaRN).
+
+    `limit`: sequences of more tokens have other angles; 0 if there is none.
+    """
+
+    limit = 0
 
     def __init__(self, frequencies: NDArray[np.float32], factor: float = 1.0) -> None:
         self.frequencies, self.factor = frequencies, np.float32(factor)
@@ -36,7 +41,7 @@ class RopeFrequencies:
 
 
 class LongRopeFrequencies(RopeFrequencies):
-    """Other frequencies for every token of a sequence of more than `limit` (Ding et al. 2024)."""
+    """Others for all tokens of a sequence longer than `limit` (LongRoPE, Ding et al. 2024)."""
 
     def __init__(
         self, short: NDArray[np.float32], long: NDArray[np.float32], limit: int, factor: float

@@ -27,6 +27,19 @@ class Sequence:
         assert length <= len(self.ids)
         del self.ids[self.cache.kept(length) :]
 
+    def announce(self, length: int, limit: int) -> list[int]:
+        """Say how many tokens there will be; the ids that have to be computed anew for that.
+
+        `limit` is the model's: what was computed for a sequence of up to `limit` tokens is of no
+        use to a longer one, and the other way round. 0 if there is none.
+        """
+        before, self.announced = self.announced, length
+        if not limit or (before > limit) == (length > limit):
+            return []
+        lost = self.ids.copy()
+        self.rewind(0)
+        return lost
+
 
 def step(
     model: Model,

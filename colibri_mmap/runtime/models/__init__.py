@@ -79,6 +79,7 @@ class Model(Protocol):
     context_length: int  # 0: the file does not say
     vocabulary: int
     kv_shapes: Sequence[LayerShape]  # of every layer
+    length_limit: int  # longer sequences are computed otherwise, from their start; 0: none is
 
     def forward(self, batch: Batch) -> Rows:
         """Logits [wanted, V] of a batch, whose tokens are appended to their caches."""
