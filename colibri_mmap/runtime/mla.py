@@ -27,15 +27,7 @@ from .kernels import elementwise
 from .kernels import indexer as indexer_kernels
 from .kernels import latent as kernels
 from .kv import Batch, KVShape, SequenceSlice
-from .layers import (
-    Block,
-    Decoder,
-    ExpertsAndShared,
-    ExpertsShape,
-    FeedForward,
-    GatedFeedForward,
-    MixtureOfExperts,
-)
+from .layers import Block, Decoder, dense_then_experts
 from .norm import rms_norm
 from .ops import Ops, float_bits
 from .pool import ARGUMENTS, Job, Launch, job
@@ -256,25 +248,10 @@ def latent_decoder(
 
     `gating` is the router's where the file does not state it.
     """
-    gguf = weights.gguf
-    experts = ExpertsShape.with_stated_routing(gguf, gating)
-    dense_blocks = gguf.int(".leading_dense_block_count", 0, minimum=0)
-    hidden = gguf.int(".feed_forward_length", minimum=1)
-    shared = experts.hidden * gguf.int(".expert_shared_count", 0, minimum=0)
-
-    def ffn(layer: int) -> FeedForward:
-        if layer < dense_blocks:
-            return GatedFeedForward.dense(weights, layer, shape.width, hidden)
-        routed = MixtureOfExperts(weights, layer, experts, store)
-        if not shared:
-            return routed
-        return ExpertsAndShared(
-            routed, GatedFeedForward.shared(weights, layer, shape.width, shared)
-        )
-
+    make_ffn = dense_then_experts(weights, store, gating)
     blocks = [
-        Block(make_attention(i), rms_norm(weights, f"blk.{i}.ffn_norm"), ffn(i))
-        for i in range(block_count(gguf))
+        Block(make_attention(i), rms_norm(weights, f"blk.{i}.ffn_norm"), make_ffn(i))
+        for i in range(block_count(weights.gguf))
     ]
     rope = rope_frequencies(weights, shape.rotated)
     return Decoder(weights, ops, blocks, rope, rms_norm(weights, "output_norm"))

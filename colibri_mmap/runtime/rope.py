@@ -120,13 +120,15 @@ def _yarn(
     original = gguf.int(key, gguf.int(".context_length"))
     if original < 1:
         gguf.fail(key, f"must be at least 1, is {original}")
-    fast = gguf.float(".rope.scaling.yarn_beta_fast", 32.0)
-    slow = gguf.float(".rope.scaling.yarn_beta_slow", 1.0)
 
-    def dimension(rotations: float) -> float:
+    def dimension(key: str, usual: float) -> float:
+        rotations = gguf.float(key, usual)
+        if not 0.0 < rotations < math.inf:
+            gguf.fail(key, f"must be above 0, is {rotations}")
         return rotated * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = dimension(fast), dimension(slow)
+    low = dimension(".rope.scaling.yarn_beta_fast", 32.0)
+    high = dimension(".rope.scaling.yarn_beta_slow", 1.0)
     if round_limits:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotated - 1)

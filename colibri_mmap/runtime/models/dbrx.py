@@ -20,7 +20,10 @@ from ..weights import Weights
 def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     gguf = weights.gguf
     usual = AttentionShape.from_gguf(gguf, half_split=True, eps_key=".attention.layer_norm_epsilon")
-    shape = replace(usual, norm=layer_norm, clamp=gguf.float(".attention.clamp_kqv"))
+    clamp = gguf.float(".attention.clamp_kqv")
+    if not clamp > 0:
+        gguf.fail(".attention.clamp_kqv", f"must be above 0, is {clamp}")
+    shape = replace(usual, norm=layer_norm, clamp=clamp)
     experts = ExpertsShape.from_gguf(gguf, ".feed_forward_length", normalise=True)
     return Decoder.with_attention(
         weights,
