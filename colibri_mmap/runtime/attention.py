@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +11,33 @@ from numpy.typing import NDArray
 
 from ..format.gguf import GGUF
 from .arena import Rows
-from .kv import Batch, KVShape
+from .kernels import attention as kernels
+from .kv import Batch, KVShape, SequenceSlice
 from .norm import LoadNorm, rms_norm
-from .ops import ALL_KEYS, Ops, Sight
+from .ops import Ops, float_bits
+from .pool import ARGUMENTS, Job, Launch, job
 from .rope import Rope
 from .weights import Vector, Weights
+
+_EVERY = 1 << 30  # positions are int32 in the kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The earlier tokens that a token attends to: the last `window`, itself included, of its own
+    `chunk` of the context."""
+
+    window: int = _EVERY
+    chunk: int = _EVERY
+
+    @property
+    def reach(self) -> int:
+        """How many positions must be kept; 0: all of them."""
+        reach = min(self.window, self.chunk)
+        return reach if reach < _EVERY else 0
+
+
+ALL_KEYS = Sight()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +174,8 @@ class GroupedQueryAttention:
             self._norm(q, k, ops)
         if shape.temperature is not None:
             ops.scale(q, ops.vector(shape.temperature.factors(batch.positions)))
-        attended = ops.attention(
-            q, k, v, batch, self.layer, shape.scale, shape.sight, self.attn_sinks
+        attended = attend(
+            ops, q, k, v, batch, self.layer, shape.scale, shape.sight, self.attn_sinks
         )
         y = ops.linear(attended, self.attn_output)
         if self.attn_output_bias is not None:
@@ -166,3 +189,82 @@ class GroupedQueryAttention:
             if norm is not None:
                 heads = rows.split(rows.width // norm.n)
                 ops.rms_norm(heads, norm, self.shape.eps, in_place=True)
+
+
+def attend(
+    ops: Ops,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    batch: Batch,
+    layer: int,
+    scale: float,
+    sight: Sight = ALL_KEYS,
+    sinks: Vector | None = None,
+) -> Rows:
+    """Append k and v to the sequences' caches and attend causally: [T, heads * d_v].
+
+    `sinks` [heads] take part in the softmax, each as the score of a key without value.
+    """
+    shape = batch.sequences[0].cache.layers[layer].shape
+    out = ops.arena.rows(q.count, q.width // shape.key_size * shape.value_size)
+    how = (float_bits(scale), sight.window, sight.chunk, sinks.address if sinks else 0)
+    if q.count == 1:
+        _attend_one(ops, batch.sequences[0], (q, k, v, out), layer, how)
+        return out
+    appends: list[Job] = []
+    attends: list[Job] = []
+    for part in batch.sequences:
+        jobs = _attention_jobs(part, [part.rows(r) for r in (q, k, v, out)], layer, how)
+        appends.append(jobs[0])
+        attends.append(jobs[1])
+    ops.run(None, lambda: [appends, attends])
+    return out
+
+
+def _attend_one(
+    ops: Ops,
+    part: SequenceSlice,
+    rows: Sequence[Rows],
+    layer: int,
+    how: tuple[int, int, int, int],
+) -> None:
+    """A single token: the launch of the step before, with a new position."""
+    key = (layer, *(r.address for r in rows))
+    launch = part.cache.launches.get(key)
+    if launch is None:
+        jobs = _attention_jobs(part, rows, layer, how)
+        launch = part.cache.launches[key] = Launch([[jobs[0]], [jobs[1]]])
+    else:
+        launch.jobs[0, ARGUMENTS + 7] = part.position
+        launch.jobs[1, ARGUMENTS + 12] = part.position
+    ops.pool.run(launch)
+
+
+def _attention_jobs(
+    part: SequenceSlice, rows: Sequence[Rows], layer: int, how: tuple[int, int, int, int]
+) -> tuple[Job, Job]:
+    """The jobs that append k and v of one sequence, and that attend.
+
+    `rows`: q, k, v, out; `how`: scale (float32 bits), window, chunk, address of the sinks or 0.
+    """
+    q, k, v, out = rows
+    scale, window, chunk, sinks = how
+    place = part.cache.layers[layer]
+    shape = place.shape
+    half = part.cache.kv_type == "f16"
+    where = (place.keys, place.values, place.key_head_stride, place.value_head_stride)
+    append = job(
+        kernels.append_kv_f16 if half else kernels.append_kv_f32,
+        *(k.count, 8, k.address, k.stride, v.address, v.stride),
+        *(shape.heads, shape.key_size, shape.value_size, part.position, *where, place.positions),
+    )
+    group = q.width // shape.key_size // shape.heads
+    blocks = -(-q.count * group // kernels.ROWS)
+    attend = job(
+        kernels.attention_f16 if half else kernels.attention_f32,
+        *(shape.heads * blocks, 1, q.address, q.stride, out.address, out.stride, *where),
+        *(group, shape.key_size, shape.value_size, q.count, part.position),
+        *(scale, window, blocks, place.positions, chunk, sinks),
+    )
+    return append, attend

@@ -15,7 +15,7 @@ from ..format.experts import block_count
 from ..format.gguf import GGUF
 from .arena import Rows
 from .attention import AttentionShape, GroupedQueryAttention
-from .experts import ExpertStore, RouterShape, route
+from .experts import ExpertStore
 from .kernels import elementwise
 from .kernels.routing import (
     GROUP_BY_MAXIMUM,
@@ -28,6 +28,7 @@ from .kv import Batch, LayerShape
 from .norm import Norm
 from .ops import Ops
 from .rope import Rope, RopeFrequencies, rope_frequencies
+from .routing import RouterShape, route
 from .task import Task
 from .weights import Matrix, Vector, Weights
 

@@ -7,7 +7,6 @@ pass, so that a decode step finds the addresses of the step before, and its laun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -15,11 +14,10 @@ from numpy.typing import NDArray
 
 from ..format.quants import GGMLType
 from .arena import Arena, Rows, Temporaries
-from .kernels import attention as attention_kernels
 from .kernels import elementwise
 from .kernels.registry import ACTIVATIONS, WeightKernels, dequantise_task, weight_kernels
-from .kv import Batch, SequenceSlice
-from .pool import ARGUMENTS, Job, Launch, Pool, job
+from .kv import Batch
+from .pool import Job, Launch, Pool, job
 from .rope import Rope, RopeFrequencies
 from .task import Task
 from .weights import Matrix, Vector
@@ -37,25 +35,6 @@ BIAS_X, BIAS, BIAS_OUT = 0, 2, 4
 _FEW = 16  # tokens: launches of such batches are kept
 _CHUNK_BYTES = 1 << 16  # weights of one item of a matrix-vector product
 _PANEL_BYTES = 1 << 23  # float32 weights of a type without kernels, at a time
-_EVERY = 1 << 30  # positions are int32 in the kernel
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """The earlier tokens that a token attends to: the last `window`, itself included, of its own
-    `chunk` of the context."""
-
-    window: int = _EVERY
-    chunk: int = _EVERY
-
-    @property
-    def reach(self) -> int:
-        """How many positions must be kept; 0: all of them."""
-        reach = min(self.window, self.chunk)
-        return reach if reach < _EVERY else 0
-
-
-ALL_KEYS = Sight()
 
 
 def float_bits(value: float) -> int:
@@ -346,54 +325,6 @@ class Ops:
         key = ("rope", x.count, *words, *more) if x.count <= _FEW else None
         self.run(key, lambda: [[job(elementwise.rope, x.count, 4, *words, *more)]])
 
-    def attention(
-        self,
-        q: Rows,
-        k: Rows,
-        v: Rows,
-        batch: Batch,
-        layer: int,
-        scale: float,
-        sight: Sight = ALL_KEYS,
-        sinks: Vector | None = None,
-    ) -> Rows:
-        """Append k and v to the sequences' caches and attend causally: [T, heads * d_v].
-
-        `sinks` [heads] take part in the softmax, each as the score of a key without value.
-        """
-        first = batch.sequences[0].cache
-        shape = first.layers[layer].shape
-        heads = q.width // shape.key_size
-        out = self.arena.rows(q.count, heads * shape.value_size)
-        how = (float_bits(scale), sight.window, sight.chunk, sinks.address if sinks else 0)
-        if q.count == 1:
-            self._attend_one(batch.sequences[0], (q, k, v, out), layer, how)
-            return out
-        appends: list[Job] = []
-        attends: list[Job] = []
-        for part in batch.sequences:
-            count = part.stop - part.start
-            rows = [r.part(part.start, count) for r in (q, k, v, out)]
-            jobs = _attention_jobs(part, rows, layer, how)
-            appends.append(jobs[0])
-            attends.append(jobs[1])
-        self.run(None, lambda: [appends, attends])
-        return out
-
-    def _attend_one(
-        self, part: SequenceSlice, rows: Sequence[Rows], layer: int, how: tuple[int, int, int, int]
-    ) -> None:
-        """A single token: the launch of the step before, with a new position."""
-        key = (layer, *(r.address for r in rows))
-        launch = part.cache.launches.get(key)
-        if launch is None:
-            jobs = _attention_jobs(part, rows, layer, how)
-            launch = part.cache.launches[key] = Launch([[jobs[0]], [jobs[1]]])
-        else:
-            launch.jobs[0, ARGUMENTS + 7] = part.position
-            launch.jobs[1, ARGUMENTS + 12] = part.position
-        self.pool.run(launch)
-
 
 def activation_job(task: Task, gate: Rows, up: Rows) -> Job:
     """gate = gate and up joined, by `silu_mul` or a task with the same arguments."""
@@ -412,32 +343,3 @@ def combine_job(x: Rows, y: Rows, slots: int, weights: int, k: int) -> Job:
     """x[t] += sum over j of weights[t, j] * y[slots[t, j]]; addresses of f32 and int64 [T, k]."""
     words = (x.address, x.stride, x.address, x.stride, y.address, y.stride, slots, weights)
     return job(elementwise.combine_experts, x.count, 4, *words, k, x.width)
-
-
-def _attention_jobs(
-    part: SequenceSlice, rows: Sequence[Rows], layer: int, how: tuple[int, int, int, int]
-) -> tuple[Job, Job]:
-    """The jobs that append k and v of one sequence, and that attend.
-
-    `rows`: q, k, v, out; `how`: scale (float32 bits), window, chunk, address of the sinks or 0.
-    """
-    q, k, v, out = rows
-    scale, window, chunk, sinks = how
-    place = part.cache.layers[layer]
-    shape = place.shape
-    half = part.cache.kv_type == "f16"
-    where = (place.keys, place.values, place.key_head_stride, place.value_head_stride)
-    append = job(
-        attention_kernels.append_kv_f16 if half else attention_kernels.append_kv_f32,
-        *(k.count, 8, k.address, k.stride, v.address, v.stride),
-        *(shape.heads, shape.key_size, shape.value_size, part.position, *where, place.positions),
-    )
-    group = q.width // shape.key_size // shape.heads
-    blocks = -(-q.count * group // attention_kernels.ROWS)
-    attend = job(
-        attention_kernels.attention_f16 if half else attention_kernels.attention_f32,
-        *(shape.heads * blocks, 1, q.address, q.stride, out.address, out.stride, *where),
-        *(group, shape.key_size, shape.value_size, q.count, part.position),
-        *(scale, window, blocks, place.positions, chunk, sinks),
-    )
-    return append, attend

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..attention import AttentionShape, GroupedQueryAttention
+from ..attention import AttentionShape, GroupedQueryAttention, Sight
 from ..experts import ExpertStore
 from ..kernels import elementwise
 from ..layers import Block, Decoder, ExpertsShape, MixtureOfExperts
 from ..norm import rms_norm
-from ..ops import Ops, Sight
+from ..ops import Ops
 from ..rope import rope_frequencies
 from ..weights import Weights
 

@@ -13,14 +13,15 @@ from dataclasses import replace
 import numpy as np
 
 from ..arena import Rows
-from ..attention import AttentionShape, GroupedQueryAttention, Temperature
-from ..experts import ExpertStore, route
+from ..attention import AttentionShape, GroupedQueryAttention, Sight, Temperature
+from ..experts import ExpertStore
 from ..kernels.routing import SIGMOID
 from ..kv import Batch
 from ..layers import Block, Decoder, ExpertsShape, FeedForward, GatedFeedForward
 from ..norm import rms_norm
-from ..ops import Ops, Sight
+from ..ops import Ops
 from ..rope import rope_frequencies
+from ..routing import route
 from ..weights import Vector, Weights
 
 # What no key of the file holds; the same in both models.
