@@ -9,6 +9,7 @@ import pytest
 from running import GREEDY, Running
 
 from colibri_mmap import Engine
+from colibri_mmap.runtime.attention import ALL_KEYS, Sight, Temperature
 from colibri_mmap.runtime.kv import STEP_TOKENS, KVCache, KVShape, cache_bytes
 
 WINDOW = 16  # of the small model
@@ -69,3 +70,15 @@ def test_a_prompt_that_goes_back_too_far_is_read_again(
         again = [token.id for token in engine.generate(prompt, 4, GREEDY)]
         assert engine.stats.cached_tokens == reused
     assert again == fresh
+
+
+def test_sight() -> None:
+    assert ALL_KEYS.reach == 0
+    assert Sight(window=128).reach == 128
+    assert Sight(chunk=8192).reach == 8192
+
+
+def test_temperature_grows_by_steps() -> None:
+    positions = np.array([0, 8190, 8191, 16382, 16383, 8191 + 99 * 8192])
+    expected = 1 + 0.1 * np.log1p([0, 0, 1, 1, 2, 100])
+    assert np.allclose(Temperature(8192, 0.1).factors(positions), expected, rtol=1e-6)
