@@ -77,7 +77,9 @@ def test_every_summary_is_json(mini: Path) -> None:
 def test_reference_models_of_every_family(shared_fixtures: Path) -> None:
     for path in shared_fixtures.glob("mini/*/*.gguf"):
         told = describe(open_gguf(path))
-        shapes = [tensor.shape for tensor in gguf.GGUFReader(path).tensors]
+        reader = gguf.GGUFReader(path)
+        left_out = "blk.4." if path.stem.startswith("glm-dsa") else "none"  # it guesses ahead
+        shapes = [t.shape for t in reader.tensors if not t.name.startswith(left_out)]
         assert told["parameters"] == sum(prod(map(int, shape)) for shape in shapes)
         assert told["kv"]["values_per_token"] > 0
 
