@@ -92,19 +92,26 @@ class ExpertsShape:
 
     @classmethod
     def with_stated_routing(
-        cls, gguf: GGUF, gating: int, *, normalise: bool = False
+        cls,
+        gguf: GGUF,
+        gating: int,
+        *,
+        normalise: bool = False,
+        grouping: tuple[int, int] = (1, 1),
     ) -> ExpertsShape:
         """Routing as the keys of the DeepSeek kind say.
 
-        `gating` and `normalise` are for files that do not state them.
+        `gating`, `normalise` and `grouping`, the number of groups and of those used, are for files
+        that do not state them.
         """
         count = gguf.int(".expert_count", minimum=1)
-        groups = gguf.int(".expert_group_count", 1, minimum=0) or 1
+        groups, groups_used = gguf.int(".expert_group_count", 0, minimum=0), 1
+        if groups == 0:
+            groups, groups_used = grouping
+        elif groups > 1:
+            groups_used = gguf.int(".expert_group_used_count", minimum=1, maximum=groups)
         if count % groups:
             gguf.fail(".expert_group_count", f"must divide the {count} experts, is {groups}")
-        groups_used = groups
-        if groups > 1:
-            groups_used = gguf.int(".expert_group_used_count", minimum=1, maximum=groups)
         gating = gguf.int(".expert_gating_func", 0) or gating
         if gating not in (SOFTMAX, SIGMOID, SQRT_SOFTPLUS):
             gguf.fail(".expert_gating_func", f"must be 1, 2 or 4, is {gating}")
@@ -186,15 +193,22 @@ class FeedForward(Protocol):
 
 
 def dense_then_experts(
-    weights: Weights, store: ExpertStore, gating: int, *, normalise: bool = False
+    weights: Weights,
+    store: ExpertStore,
+    gating: int,
+    *,
+    normalise: bool = False,
+    grouping: tuple[int, int] = (1, 1),
 ) -> Callable[[int], FeedForward]:
     """Dense networks in the first blocks, then experts with shared ones beside them.
 
-    The keys of the DeepSeek kind say how many; `gating` and `normalise` are of the router, where
-    they do not.
+    The keys of the DeepSeek kind say how many; `gating`, `normalise` and `grouping` are of the
+    router, where they do not.
     """
     gguf = weights.gguf
-    experts = ExpertsShape.with_stated_routing(gguf, gating, normalise=normalise)
+    experts = ExpertsShape.with_stated_routing(
+        gguf, gating, normalise=normalise, grouping=grouping
+    )
     dense_blocks = gguf.int(".leading_dense_block_count", minimum=0)
     hidden = gguf.int(".feed_forward_length", minimum=1)
     shared = experts.hidden * gguf.int(".expert_shared_count", 0, minimum=0)
