@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from colibri_mmap.cli.console import ProgressBar, messages, printable
-from colibri_mmap.demo.geometry import MODELS, write_model
+from colibri_mmap.demo.geometry import MODELS
+from colibri_mmap.demo.randommodel import write_model
 from colibri_mmap.errors import ArgumentError, ColibriError
 from colibri_mmap.format.gguf import open_gguf
 

@@ -109,7 +109,9 @@ class Indexer:
         half = cache.kv_type == "f16"
         task = kernels.score_keys_f16 if half else kernels.score_keys_f32
         index, keys = self.selection.index(part), cache.layers[layer].keys
-        room = -(-cache.context // 16) * 16
+        # A single token's launch is kept: its scores have room for all that may come.
+        seen = cache.context if q.count == 1 else part.position + q.count
+        room = -(-seen // 16) * 16
         step = max(1, _SCORE_BYTES // (4 * room))
         scores = ops.arena.rows(min(step, q.count), room)
         parts = max(1, _PARTS // q.count)

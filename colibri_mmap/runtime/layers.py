@@ -206,9 +206,7 @@ def dense_then_experts(
     router, where they do not.
     """
     gguf = weights.gguf
-    experts = ExpertsShape.with_stated_routing(
-        gguf, gating, normalise=normalise, grouping=grouping
-    )
+    experts = ExpertsShape.with_stated_routing(gguf, gating, normalise=normalise, grouping=grouping)
     dense_blocks = gguf.int(".leading_dense_block_count", minimum=0)
     hidden = gguf.int(".feed_forward_length", minimum=1)
     shared = experts.hidden * gguf.int(".expert_shared_count", 0, minimum=0)

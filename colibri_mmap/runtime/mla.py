@@ -21,13 +21,12 @@ from ..format.experts import block_count
 from ..format.gguf import GGUF
 from ..format.quants import GGMLType
 from .arena import Rows
-from .experts import ExpertStore
 from .indexer import Indexer, Selection
 from .kernels import elementwise
 from .kernels import indexer as indexer_kernels
 from .kernels import latent as kernels
 from .kv import Batch, KVShape, SequenceSlice
-from .layers import Block, Decoder, dense_then_experts
+from .layers import Block, Decoder, FeedForward
 from .norm import rms_norm
 from .ops import Ops, float_bits
 from .pool import ARGUMENTS, Job, Launch, job
@@ -239,16 +238,11 @@ def _split(
 def latent_decoder(
     weights: Weights,
     ops: Ops,
-    store: ExpertStore,
     shape: LatentShape,
-    gating: int,
     make_attention: Callable[[int], LatentAttention],
+    make_ffn: Callable[[int], FeedForward],
 ) -> Decoder:
-    """Latent attention; dense blocks first, then experts with shared ones beside them.
-
-    `gating` is the router's where the file does not state it.
-    """
-    make_ffn = dense_then_experts(weights, store, gating)
+    """Latent attention with rope in every block."""
     blocks = [
         Block(make_attention(i), rms_norm(weights, f"blk.{i}.ffn_norm"), make_ffn(i))
         for i in range(block_count(weights.gguf))

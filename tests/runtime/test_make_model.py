@@ -13,7 +13,8 @@ import pytest
 from variants import write_variant
 
 from colibri_mmap import Engine
-from colibri_mmap.demo.geometry import MODELS, Geometry, Grouped, Indexer, tensors, write_model
+from colibri_mmap.demo.geometry import MODELS, Geometry, Grouped, Indexer
+from colibri_mmap.demo.randommodel import tensors, write_model
 from colibri_mmap.errors import ArgumentError
 from colibri_mmap.format.describe import describe
 from colibri_mmap.format.experts import expert_layers
@@ -101,15 +102,31 @@ def test_a_sparse_file_has_all_but_the_experts(tokenizer: GGUF, tmp_path: Path) 
     assert np.array_equal(a[:first], b[:first])
 
 
-def test_silence_about_indexers_means_the_pattern_of_glm_5_2(
-    tokenizer: GGUF, tmp_path: Path
+def of_flash() -> Geometry:
+    return replace(small("glm-4.7-flash", 47), vocabulary=MODELS["glm-4.7-flash"].vocabulary)
+
+
+def of_v3() -> Geometry:
+    experts = replace(small("deepseek-v3").experts, count=256, groups=8, groups_used=4)
+    return replace(small("deepseek-v3"), experts=experts)
+
+
+@pytest.mark.parametrize(
+    ("model", "silent_about"),
+    [
+        (replace(small("glm-5.2", 8), context=1 << 20), ["attention.indexer.types"]),
+        pytest.param(of_flash(), ["expert_gating_func"], marks=pytest.mark.slow),
+        (of_v3(), ["expert_group_count", "expert_group_used_count"]),
+    ],
+    ids=["glm-5.2", "glm-4.7-flash", "deepseek-v3"],
+)
+def test_what_early_conversions_do_not_state(
+    tokenizer: GGUF, tmp_path: Path, model: Geometry, silent_about: list[str]
 ) -> None:
-    model = replace(small("glm-5.2", 8), context=1 << 20)
     path = tmp_path / "model.gguf"
     write_model(path, tokenizer, model)
-    silent = write_variant(
-        path, tmp_path / "silent.gguf", {"glm-dsa.attention.indexer.types": None}
-    )
+    gone = {f"{model.architecture}.{key}": None for key in silent_about}
+    silent = write_variant(path, tmp_path / "silent.gguf", gone)
     answers = []
     for file in (path, silent):
         with Engine.open(file, ctx=64) as engine:

@@ -10,17 +10,22 @@ from __future__ import annotations
 from ...format.gguf import GGUF
 from ..experts import ExpertStore
 from ..kernels.routing import SIGMOID, SOFTMAX
-from ..layers import Decoder
+from ..layers import Decoder, dense_then_experts
 from ..mla import LatentAttention, LatentShape, latent_decoder
 from ..ops import Ops
 from ..weights import Weights
+
+# By experts, the groups of V2 and V3 and how many are used: their first conversions do not tell.
+_GROUPING = {160: (8, 3), 256: (8, 4)}
 
 
 def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     shape = LatentShape.from_gguf(weights.gguf)
     gating = SIGMOID if _is_glm_flash(weights.gguf) else SOFTMAX
+    grouping = _GROUPING.get(weights.gguf.int(".expert_count", minimum=1), (1, 1))
+    make_ffn = dense_then_experts(weights, store, gating, grouping=grouping)
     return latent_decoder(
-        weights, ops, store, shape, gating, lambda layer: LatentAttention(weights, layer, shape)
+        weights, ops, shape, lambda layer: LatentAttention(weights, layer, shape), make_ffn
     )
 
 

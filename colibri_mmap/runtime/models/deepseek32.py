@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..experts import ExpertStore
 from ..indexer import Indexer, IndexerShape, Selection
 from ..kernels.routing import SIGMOID
-from ..layers import Decoder
+from ..layers import Decoder, dense_then_experts
 from ..mla import LatentAttention, LatentShape, latent_decoder
 from ..ops import Ops
 from ..weights import Weights
@@ -25,4 +25,5 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
         own = Indexer(weights, layer, indexer, selection)
         return LatentAttention(weights, layer, shape, selection, own)
 
-    return latent_decoder(weights, ops, store, shape, SIGMOID, attention)
+    make_ffn = dense_then_experts(weights, store, SIGMOID)
+    return latent_decoder(weights, ops, shape, attention, make_ffn)

@@ -12,7 +12,7 @@ from ...format.gguf import GGUF
 from ..experts import ExpertStore
 from ..indexer import Indexer, IndexerShape, Selection
 from ..kernels.routing import SIGMOID
-from ..layers import Decoder
+from ..layers import Decoder, dense_then_experts
 from ..mla import LatentAttention, LatentShape, latent_decoder
 from ..ops import Ops
 from ..weights import Weights
@@ -32,7 +32,8 @@ def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
         own = Indexer(weights, layer, indexer, selection) if has_own[layer] else None
         return LatentAttention(weights, layer, shape, selection, own)
 
-    return latent_decoder(weights, ops, store, shape, SIGMOID, attention)
+    make_ffn = dense_then_experts(weights, store, SIGMOID)
+    return latent_decoder(weights, ops, shape, attention, make_ffn)
 
 
 def _has_own_indexer(gguf: GGUF) -> tuple[bool, ...]:
