@@ -19,6 +19,7 @@ from colibri_mmap.errors import ArgumentError
 from colibri_mmap.format.describe import describe
 from colibri_mmap.format.experts import expert_layers
 from colibri_mmap.format.gguf import GGUF, open_gguf
+from colibri_mmap.runtime.kv import cache_bytes
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "make_model.py"
 BILLIONS = {
@@ -71,6 +72,8 @@ def test_the_engine_runs_them(tokenizer: GGUF, tmp_path: Path, name: str) -> Non
     write_model(path, tokenizer, small(name))
     with Engine.open(path, mode="exact", ctx=64) as engine:
         logits = engine.logits(range(100, 140))
+        kv = describe(engine.gguf)["kv"]
+        assert 2 * 64 * kv["values_per_token"] == cache_bytes(engine._model.kv_shapes, 64, "f16")
     assert np.isfinite(logits).all()
     assert 0.5 < logits.std() < 2
 
