@@ -89,7 +89,7 @@ def ours(arguments: argparse.Namespace, ids: list[int]) -> dict[str, Any]:
         report: dict[str, Any] = {
             "engine": f"colibri-mmap {__version__}",
             "kv_bytes": sequence.cache._memory.bytes.size,
-            "reserve_bytes": tier.limits.available - tier.plan.limit,
+            "reserve_bytes": tier.plan.reserve,
             "open": phase(before, 1),
         }
         writer = None

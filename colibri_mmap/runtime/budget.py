@@ -18,7 +18,7 @@ class MemoryPlan:
 
     `limit` is what the program may use in all. The trunk, `anonymous_bytes` and `kv_bytes` are
     always in memory, and experts up to `expert_budget`, at least `least_expert_bytes`. `evict`: not
-    all experts fit, so some must leave. `notices` are for the user.
+    all experts fit, so some must leave. `reserve` stays free. `notices` are for the user.
     """
 
     limit: int
@@ -29,6 +29,7 @@ class MemoryPlan:
     expert_budget: int
     evict: bool
     least_expert_bytes: int
+    reserve: int
     notices: tuple[str, ...] = ()
 
     @property
@@ -92,6 +93,7 @@ def plan_memory(
         expert_budget=budget,
         evict=evict,
         least_expert_bytes=least,
+        reserve=reserve,
         notices=tuple(notices),
     )
 
