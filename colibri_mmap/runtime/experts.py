@@ -188,13 +188,11 @@ class ExpertStore:
                 rows = ops.select(h, groups.order[start:stop] // k)
                 hidden, other = ops.linears(rows, gate, up)
                 biases = [self._address(name, layer, expert) for name in experts.bias_names]
-                for out, bias in zip((hidden, other), biases, strict=False):
-                    ops.run(None, lambda o=out, b=bias: [[bias_job(o, b)]])  # type: ignore[misc]
+                parts = zip((hidden, other), biases, strict=False)
                 joined = activation_job(self._activations[layer], hidden, other)
-                ops.run(None, lambda j=joined: [[j]])  # type: ignore[misc]
+                ops.pool.run(Launch([[bias_job(*part) for part in parts], [joined]]))
                 out = ops.linear(hidden, down)
-                if biases:
-                    ops.run(None, lambda o=out, b=biases[2]: [[bias_job(o, b)]])  # type: ignore[misc]
+                ops.pool.run(Launch([[bias_job(out, bias) for bias in biases[2:]]]))
                 ops.arena.view(y)[start:stop] = ops.arena.view(out)
 
 
