@@ -6,8 +6,6 @@ routing with a bias in the choice, the weights of the chosen ones sum to 1; no s
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..attention import AttentionShape
 from ..experts import ExpertStore
 from ..kernels.routing import SIGMOID
@@ -18,8 +16,7 @@ from ..weights import Weights
 
 def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
     shape = AttentionShape.from_gguf(weights.gguf, half_split=True)
-    stated = ExpertsShape.with_stated_routing(weights.gguf, SIGMOID)
-    experts = replace(stated, router=replace(stated.router, normalise=True))
+    experts = ExpertsShape.with_stated_routing(weights.gguf, SIGMOID, normalise=True)
     return Decoder.with_attention(
         weights, ops, shape, lambda layer: MixtureOfExperts(weights, layer, experts, store)
     )
