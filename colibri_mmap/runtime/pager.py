@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +26,9 @@ from .sources import ExpertNumbers, ExpertSource
 _WINDOW_BYTES = 256 << 20  # read ahead of the computation in prefill, at most
 _AUDIT_SIZE = 16  # experts
 
-
-class State(IntEnum):
-    """Where an expert is on its way from disk to memory."""
-
-    ABSENT = 0
-    LOADING = 1
-    READY = 2
+# Where an expert is on its way from disk to memory. Plain numbers: numpy asks an enum's member for
+# attributes by running Python code, and drops the KeyboardInterrupt of a Ctrl-C that comes there.
+_ABSENT, _LOADING, _READY = range(3)
 
 
 @dataclass(slots=True)
@@ -73,7 +68,7 @@ class ExpertPager:
         self.distrusts = distrusts
         self.doubts = False
         self._index = {layer: index for index, layer in enumerate(numbers.layers)}
-        self._state = np.full(numbers.total, State.ABSENT, np.uint8)
+        self._state = np.full(numbers.total, _ABSENT, np.uint8)
         self._prefetched = np.zeros(numbers.total, np.bool_)
         self._loading: set[int] = set()
         self._ahead: set[int] = set()  # read in advance by `stream`, not computed yet
@@ -119,7 +114,7 @@ class ExpertPager:
         with self._changed:
             self._ahead.clear()  # of a prompt that is done or was given up
             self.policy.use(index, experts)
-        present = self._state[numbers] == State.READY
+        present = self._state[numbers] == _READY
         self._count(numbers, present)
         missing = numbers[~present].tolist()
         if missing:
@@ -147,7 +142,7 @@ class ExpertPager:
         numbers = self._index[layer] * self.numbers.count + experts
         with self._changed:
             self._ahead.intersection_update(numbers.tolist())  # others were read in vain
-            present = self._state[numbers] == State.READY
+            present = self._state[numbers] == _READY
         self._count(numbers, present)
         missing = numbers[~present].tolist()
         queue = deque([*missing, *upcoming])
@@ -167,7 +162,7 @@ class ExpertPager:
 
         `layer`: the numbers of the layer whose `experts` they are.
         """
-        absent = [layer[e] for e in experts if self._state[layer[e]] == State.ABSENT]
+        absent = [layer[e] for e in experts if self._state[layer[e]] == _ABSENT]
         if absent and not self._demand:
             self._prefetched[absent] = True
             self.stats.prefetched += len(absent)
@@ -201,12 +196,12 @@ class ExpertPager:
         """Have the prefault service load experts; one that waits in the background moves up."""
         with self._changed:
             for number in numbers:
-                if self._state[number] == State.ABSENT:
+                if self._state[number] == _ABSENT:
                     self._failed.pop(number, None)
                     self.policy.admit(*self._key(number), kind)
                     queue.append(number)  # before the state: Ctrl-C must not leave it unqueued
                     self._loading.add(number)
-                    self._state[number] = State.LOADING
+                    self._state[number] = _LOADING
                     if queue is self._background or kind == "one_shot":
                         self._announcements.append(number)
                 elif queue is self._demand and number in self._background:
@@ -227,11 +222,11 @@ class ExpertPager:
         with self._changed:
             self._ahead.difference_update(group)
             # some arrive without being asked for here: they too must not leave before their turn
-            self._ahead.update(n for n in missing if self._state[n] != State.ABSENT)
+            self._ahead.update(n for n in missing if self._state[n] != _ABSENT)
             inside = sum(int(sizes[n]) for n in self._ahead)
             while queue and (inside < window or len(queue) > spare):
                 number = queue.popleft()
-                if self._state[number] != State.READY:
+                if self._state[number] != _READY:
                     fresh.append(number)
                     inside += int(sizes[number]) if number not in self._ahead else 0
                     self._ahead.add(number)
@@ -249,7 +244,7 @@ class ExpertPager:
             found = self.policy.victims(keep=[divmod(number, count) for number in keep])
             victims = [layer * count + expert for layer, expert in found]
             self.stats.evicted += len(victims)
-            self._state[victims] = State.ABSENT
+            self._state[victims] = _ABSENT
             self._prefetched[victims] = False
             self._evictions.extend(victims)
             self._changed.notify_all()
@@ -270,13 +265,13 @@ class ExpertPager:
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._state[missing[0]] == State.READY or missing[0] in self._failed
+                lambda: self._state[missing[0]] == _READY or missing[0] in self._failed
             )
             self.stats.wait_seconds += time.perf_counter() - started
             if missing[0] in self._failed:
                 self._give_up(missing[0])
             count = 1
-            while count < len(missing) and self._state[missing[count]] == State.READY:
+            while count < len(missing) and self._state[missing[count]] == _READY:
                 count += 1
         return count
 
@@ -315,7 +310,7 @@ class ExpertPager:
                 error = caught
             with self._changed:
                 self._loading.discard(number)
-                self._state[number] = State.READY if error is None else State.ABSENT
+                self._state[number] = _READY if error is None else _ABSENT
                 if error is not None:
                     self.policy.drop(*self._key(number))
                     self._ahead.discard(number)
@@ -324,12 +319,12 @@ class ExpertPager:
 
     def _may_warm(self, number: int) -> bool:
         """Begin to load an expert if it is absent and fits; if none fits any more, warming ends."""
-        if self._state[number] != State.ABSENT:
+        if self._state[number] != _ABSENT:
             return False
         if self.policy.resident_bytes + int(self.source.sizes[number]) > self.policy.budget:
             self._warming.clear()
             return False
-        self._state[number] = State.LOADING
+        self._state[number] = _LOADING
         self._loading.add(number)
         self.policy.admit(*self._key(number), "demand")
         return True
@@ -352,7 +347,7 @@ class ExpertPager:
                 if self._closed:
                     return
                 number = self._evictions.popleft()
-                if self._state[number] != State.ABSENT:
+                if self._state[number] != _ABSENT:
                     continue
                 if self.source.is_buffer:
                     self.source.evict(number)  # quick, and no load may come between
@@ -363,12 +358,12 @@ class ExpertPager:
         """Compare some entries of the book with the page cache; what is gone is asked for anew."""
         if not self.distrusts:
             return
-        ready = np.flatnonzero(self._state == State.READY).tolist()
+        ready = np.flatnonzero(self._state == _READY).tolist()
         sample = random.sample(ready, min(_AUDIT_SIZE, len(ready)))
         gone = [number for number in sample if self.source.resident(number) < 0.5]
         for number in gone:
             with self._changed:
-                self._state[number] = State.ABSENT
+                self._state[number] = _ABSENT
                 self.policy.drop(*self._key(number))
         self.stats.lost += len(gone)
         self.doubts = bool(gone)
@@ -378,6 +373,6 @@ class ExpertPager:
         with self._changed:
             self.policy.check_integrity()
             held = [i * self.numbers.count + expert for i, expert in self.policy.resident_keys()]
-            assert held == np.flatnonzero(self._state != State.ABSENT).tolist()
-            assert self._loading == set(np.flatnonzero(self._state == State.LOADING).tolist())
+            assert held == np.flatnonzero(self._state != _ABSENT).tolist()
+            assert self._loading == set(np.flatnonzero(self._state == _LOADING).tolist())
             assert {*self._demand, *self._background} <= self._loading

@@ -418,3 +418,53 @@ def test_remapped_files_have_their_bytes_again(model: Path) -> None:
         with pytest.raises(ModelReadError):
             engine.logits(PROMPT)
         assert np.array_equal(file.bytes, content)
+
+
+# ------------------------------------------------------------------------------ Ctrl-C
+INTERRUPTED = """
+import os, random, signal, sys, threading
+from colibri_mmap import Engine, Sampling
+from colibri_mmap.runtime.ram import RamSettings
+greedy, prompt = Sampling(temperature=0.0, ignore_eos=True), [5, 9, 33, 120] * 4
+
+def reply():
+    engine.reset()
+    return [token.id for token in engine.generate(prompt, 12, greedy)]
+
+memory = RamSettings(io=sys.argv[2], prefetch=2, learn=False)
+with Engine.open(sys.argv[1], memory=memory) as engine:
+    expected = reply()
+    pager = engine._tier.pager
+    pager.policy.budget = 3 * int(pager.source.sizes[0])
+
+    def disturb(seconds):
+        threading.Event().wait(seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for _ in range(int(sys.argv[3])):
+        thread = threading.Thread(target=disturb, args=(random.uniform(0, 0.03),))
+        try:
+            thread.start()
+            while True:
+                assert reply() == expected
+        except KeyboardInterrupt:
+            pass
+        thread.join()
+        assert reply() == expected
+print("usable")
+"""
+
+
+@pytest.mark.parametrize(
+    "times", [100, pytest.param(3000, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+@pytest.mark.parametrize("io", IO)
+def test_interrupted_reads(model: Path, io: IoMode, times: int) -> None:
+    """Ctrl-C at any moment of a pager with little memory leaves nothing waiting for ever."""
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, model, io, str(times)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE + times,
+    )
+    assert ran.stdout == "usable\n", ran.stderr
