@@ -456,7 +456,7 @@ print("usable")
 
 
 @pytest.mark.parametrize(
-    "times", [100, pytest.param(3000, marks=pytest.mark.slow)], ids=["some", "many"]
+    "times", [40, pytest.param(1000, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 @pytest.mark.parametrize("io", IO)
 def test_interrupted_reads(model: Path, io: IoMode, times: int) -> None:
