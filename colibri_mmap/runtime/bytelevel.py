@@ -35,6 +35,7 @@ def token_bytes(text: str) -> bytes:
     except KeyError:
         return text.encode()
 
+
 # Bytes that no UTF-8 text has, those of unassigned planes, and control characters but tab, LF, CR.
 _NOT_IN_TEXT = {0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100), 0x7F, *range(32)} - {9, 10, 13}
 
