@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PLANNED_CONTEXT = 4096  # tokens of context that memory is kept for, unless told how many
 _ANONYMOUS_BYTES = 256 << 20  # code, tables, and the temporaries of a prefill chunk; measured
 _PREFETCH_THREADS = 2
+# Pages of the interpreter, numpy, numba and LLVM, measured 123 to 152 MB. They are page cache too:
+# pushed out, each step would fault on them, and with a large read-ahead read megabytes around each.
+_CODE_BYTES = 144 << 20
 _SMALL_RESERVE, _LARGE_RESERVE = 64 << 20, 1 << 30
 
 
@@ -136,7 +139,7 @@ def plan_ram(
         top_k=gguf.int(".expert_used_count", 0),
         anonymous_bytes=max(_ANONYMOUS_BYTES, held),
         kv_bytes=kv_bytes,
-        reserve=reserve,
+        reserve=reserve + _CODE_BYTES,
         ram=None if ram is None else parse_size(ram, limits.total),
     )
 
