@@ -181,13 +181,6 @@ class Reservation:
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = self.bytes.ctypes.data
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """Return the pages wholly inside a range to the machine; they read as zeros afterwards."""
-        start = -(-(self.address + offset) // PAGE) * PAGE
-        end = (self.address + offset + nbytes) // PAGE * PAGE
-        if end > start:
-            _libc.madvise(start, end - start, _MADV_DONTNEED)
-
 
 def has_populate_read() -> bool:
     """Whether this kernel can populate a mapping and report errors (Linux 5.14)."""

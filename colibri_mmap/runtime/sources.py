@@ -22,7 +22,6 @@ from .pages import PAGE, MappedFile, Reservation
 
 IoMode = Literal["mmap", "pread", "direct"]
 IO_MODES: tuple[IoMode, ...] = get_args(IoMode)
-PARTS = ("gate", "up", "down")
 _SPARE_SLOTS = 64
 _READ_BYTES = 1 << 20  # of one plain read: big enough for the disk, small enough to queue several
 

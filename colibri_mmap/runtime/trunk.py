@@ -70,7 +70,7 @@ class Trunk:
     """Reads the trunk in a thread of its own, from the start; `wait` before the first use."""
 
     def __init__(self, files: list[MappedFile], ranges: list[Range], *, lock: bool) -> None:
-        self._files, self._ranges, self._lock = files, ranges, lock
+        self._files, self._ranges = files, ranges
         self.nbytes = sum(r.nbytes for r in ranges)
         self.locked = lock
         self._done_bytes = 0

@@ -158,9 +158,6 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self.gguf.tensors
 
-    def has_experts(self, layer: int) -> bool:
-        return layer in self.expert_layers
-
     def experts(self, layer: int, count: int, width: int, hidden: int) -> ExpertWeights:
         """The experts of a layer that map `width` values through `hidden` ones."""
         found = self.expert_layers.get(layer)
