@@ -173,6 +173,18 @@ def test_combine_experts(run, width: int, k: int) -> None:
     assert np.array_equal(x, out)
 
 
+@each_width
+def test_combine_leaves_out_what_is_computed_elsewhere(run, width: int) -> None:
+    x, out, y = rows(width), rows(width, 2), rows(width, 3, ROWS * 2)
+    y[:ROWS] = np.nan
+    slots = np.stack([np.full(ROWS, -1), np.arange(ROWS, 2 * ROWS)], axis=1)
+    weights = np.random.default_rng(1).random((ROWS, 2), np.float32)
+    exact = x + weights[:, 1:].astype(float) * y[ROWS:]
+    words = (*at(y), slots.ctypes.data, weights.ctypes.data, 2, width)
+    run(elementwise.combine_experts, ROWS, *at(x), *at(out), *words)
+    assert np.abs(out - exact).max() <= 1e-6 * np.abs(exact).max()
+
+
 # ------------------------------------------------------------------------------ rope
 @pytest.mark.parametrize("half_split", [True, False])
 @pytest.mark.parametrize(

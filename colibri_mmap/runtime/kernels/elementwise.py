@@ -269,7 +269,7 @@ def add_gated(args: int, lo: int, hi: int, scratch: int) -> None:
 def combine_experts(args: int, lo: int, hi: int, scratch: int) -> None:
     """out[t] = x[t] + the sum in order of j of weights[t, j] * y[slots[t, j]]; out may be x.
 
-    Arguments: x, stride, out, stride, y, stride, slots int64 [T, k], weights float32 [T, k], k, n.
+    A slot of -1 is left out: that expert is computed elsewhere. Arguments: x, stride, out, stride, y, stride, slots int64 [T, k], weights float32 [T, k], k, n.
     """
     x, x_stride, out, out_stride = load_4_words(args)
     y, y_stride, slots, weights = load_4_words(args + 32)
@@ -281,12 +281,14 @@ def combine_experts(args: int, lo: int, hi: int, scratch: int) -> None:
         for i in range(0, whole, 16):
             summed = zero_f32x16()
             for j in range(k):
-                part = load_f32x16(y + load_i64(slot + 8 * j) * y_stride + 4 * i)
-                summed = fma(splat_f32x16(load_f32(weight + 4 * j)), part, summed)
+                if load_i64(slot + 8 * j) >= 0:
+                    part = load_f32x16(y + load_i64(slot + 8 * j) * y_stride + 4 * i)
+                    summed = fma(splat_f32x16(load_f32(weight + 4 * j)), part, summed)
             store(target + 4 * i, add(load_f32x16(source + 4 * i), summed))
         for i in range(whole, n):
             one = load_f32(source + 4 * i) * 0.0
             for j in range(k):
-                part_one = load_f32(y + load_i64(slot + 8 * j) * y_stride + 4 * i)
-                one += load_f32(weight + 4 * j) * part_one
+                if load_i64(slot + 8 * j) >= 0:
+                    part_one = load_f32(y + load_i64(slot + 8 * j) * y_stride + 4 * i)
+                    one += load_f32(weight + 4 * j) * part_one
             store_f32(target + 4 * i, load_f32(source + 4 * i) + one)
