@@ -103,6 +103,10 @@ class ExpertPager:
         return stats
 
     # -------------------------------------------------------------------------- asking
+    def note_elsewhere(self, layer: int, experts: NDArray[np.int64]) -> None:
+        """Distinct experts of a decode step are computed on another device: they need no memory."""
+        self.policy.count(self._index[layer], experts)
+
     def fetch(self, layer: int, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         """The chosen experts of a decode step, in groups of positions in `experts`.
 

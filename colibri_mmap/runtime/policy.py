@@ -86,6 +86,10 @@ class ExpertPolicy:
         self._layer = layer
         return self.admit(layer, experts)
 
+    def count(self, layer: int, experts: NDArray[np.int64]) -> None:
+        """Distinct experts [n] were used elsewhere: they count in `heat`, but need not be here."""
+        self._counts[layer, experts] += 1
+
     def admit(
         self, layer: int, experts: NDArray[np.int64], kind: Kind = "demand"
     ) -> NDArray[np.bool_]:

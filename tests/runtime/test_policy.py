@@ -40,6 +40,7 @@ class Machine(RuleBasedStateMachine):
         self.history: list[list[set[int]]] = [[] for _ in range(LAYERS)]
         self.classes: dict[Key, str] = {}
         self.expiry: dict[Key, int] = {}
+        self.elsewhere: Counter[Key] = Counter()
         self.layer = 0
 
     def rank(self, key: Key) -> float:
@@ -96,6 +97,11 @@ class Machine(RuleBasedStateMachine):
         if self.held() + room > self.budget:
             assert not self.classes.keys() - keep - PINNED, "evicted less than possible"
 
+    @rule(layer=layers, experts=expert_sets)
+    def count(self, layer: int, experts: set[int]) -> None:
+        self.policy.count(layer, ids(*sorted(experts)))
+        self.elsewhere.update((layer, expert) for expert in experts)
+
     def held(self) -> int:
         return int(sum(SIZES[key] for key in self.classes))
 
@@ -107,6 +113,7 @@ class Machine(RuleBasedStateMachine):
         used = Counter(
             (layer, e) for layer in range(LAYERS) for s in self.history[layer] for e in s
         )
+        used += self.elsewhere
         heat = self.policy.heat()
         assert all(heat[key] == used[key] for key in np.ndindex(LAYERS, EXPERTS))
         assert all(
