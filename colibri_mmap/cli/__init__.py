@@ -11,6 +11,7 @@ import typer
 
 from colibri_mmap import __version__
 from colibri_mmap.cli.bench import bench
+from colibri_mmap.cli.cache import cache
 from colibri_mmap.cli.chat import chat
 from colibri_mmap.cli.doctor import doctor
 from colibri_mmap.cli.inspect import inspect
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 for command in (chat, pack, verify, inspect, plan, doctor, tune, bench, warmup):
     app.command()(command)
+app.add_typer(cache, name="cache")
 
 
 def _print_version(requested: bool) -> None:

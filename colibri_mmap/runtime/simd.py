@@ -28,6 +28,8 @@ from numba.core import cgutils, types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
+from .state import kernel_directory
+
 FORMS = ("avx512vnni", "avx2", "generic")
 _SHARED_HELPERS = ("simd.py", "kernels/blocks.py", "kernels/exponential.py", "kernels/transpose.py")
 _FORCED_TARGET = {
@@ -67,8 +69,7 @@ def _cache_directory() -> str:
     here = Path(__file__).parent
     for source in (here / name for name in _SHARED_HELPERS):
         digest.update(source.read_bytes())
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return str(Path(base) / "colibri-mmap" / "kernels" / f"{digest.hexdigest()[:16]}-{FORM}")
+    return str(kernel_directory() / f"{digest.hexdigest()[:16]}-{FORM}")
 
 
 FORM = _choose_form()

@@ -18,6 +18,12 @@ def state_directory(name: str) -> Path:
     return base / "colibri-mmap" / name
 
 
+def kernel_directory() -> Path:
+    """Where compiled kernels are kept: in $XDG_CACHE_HOME, by default ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "colibri-mmap" / "kernels"
+
+
 def replace_file(path: Path, text: str) -> None:
     """Write under a temporary name beside `path`, then take its place; OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)

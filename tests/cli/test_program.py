@@ -13,7 +13,7 @@ from program import ROOT, Colibri
 from colibri_mmap import __version__
 
 HEAVY = ("numpy", "numba", "torch", "cupy", "tokenizers", "jinja2", "prompt_toolkit", "gguf")
-NAMES = ("chat", "pack", "verify", "inspect", "plan", "doctor", "tune", "bench", "warmup")
+NAMES = ("chat", "pack", "verify", "inspect", "plan", "doctor", "tune", "bench", "warmup", "cache")
 COMMANDS = ([], *([name] for name in NAMES))
 
 
