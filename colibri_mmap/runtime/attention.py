@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,33 +10,12 @@ from numpy.typing import NDArray
 
 from ..format.gguf import GGUF
 from .arena import Rows
-from .kernels import attention as kernels
-from .kv import Batch, KVShape, SequenceSlice
+from .attend import ALL_KEYS, Sight
+from .kv import Batch, KVShape
 from .norm import LoadNorm, rms_norm
-from .ops import Ops, float_bits
-from .pool import ARGUMENTS, Job, Launch, job
+from .operations import Operations
 from .rope import Rope
 from .weights import Vector, Weights
-
-_EVERY = 1 << 30  # positions are int32 in the kernel
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """The earlier tokens that a token attends to: the last `window`, itself included, of its own
-    `chunk` of the context."""
-
-    window: int = _EVERY
-    chunk: int = _EVERY
-
-    @property
-    def reach(self) -> int:
-        """How many positions must be kept; 0: all of them."""
-        reach = min(self.window, self.chunk)
-        return reach if reach < _EVERY else 0
-
-
-ALL_KEYS = Sight()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +135,7 @@ class GroupedQueryAttention:
         self.attn_sinks = weights.optional_vector(prefix + "attn_sinks.weight", shape.heads)
         self.residual = Vector.of([shape.residual])
 
-    def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: Rope | None) -> None:
+    def add_to(self, x: Rows, ops: Operations, batch: Batch, rope: Rope | None) -> None:
         shape = self.shape
         q, k, v = ops.linears(self.attn_norm(x, ops), self.attn_q, self.attn_k, self.attn_v)
         for rows, bias in ((q, self.attn_q_bias), (k, self.attn_k_bias), (v, self.attn_v_bias)):
@@ -174,9 +152,7 @@ class GroupedQueryAttention:
             self._norm(q, k, ops)
         if shape.temperature is not None:
             ops.scale(q, ops.vector(shape.temperature.factors(batch.positions)))
-        attended = attend(
-            ops, q, k, v, batch, self.layer, shape.scale, shape.sight, self.attn_sinks
-        )
+        attended = ops.attend(q, k, v, batch, self.layer, shape.scale, shape.sight, self.attn_sinks)
         y = ops.linear(attended, self.attn_output)
         if self.attn_output_bias is not None:
             ops.add_bias(y, self.attn_output_bias)
@@ -184,87 +160,8 @@ class GroupedQueryAttention:
             ops.scale(y, self.residual)
         ops.add(x, y)
 
-    def _norm(self, q: Rows, k: Rows, ops: Ops) -> None:
+    def _norm(self, q: Rows, k: Rows, ops: Operations) -> None:
         for rows, norm in ((q, self.attn_q_norm), (k, self.attn_k_norm)):
             if norm is not None:
                 heads = rows.split(rows.width // norm.n)
                 ops.rms_norm(heads, norm, self.shape.eps, in_place=True)
-
-
-def attend(
-    ops: Ops,
-    q: Rows,
-    k: Rows,
-    v: Rows,
-    batch: Batch,
-    layer: int,
-    scale: float,
-    sight: Sight = ALL_KEYS,
-    sinks: Vector | None = None,
-) -> Rows:
-    """Append k and v to the sequences' caches and attend causally: [T, heads * d_v].
-
-    `sinks` [heads] take part in the softmax, each as the score of a key without value.
-    """
-    shape = batch.sequences[0].cache.layers[layer].shape
-    out = ops.arena.rows(q.count, q.width // shape.key_size * shape.value_size)
-    how = (float_bits(scale), sight.window, sight.chunk, sinks.address if sinks else 0)
-    if q.count == 1:
-        _attend_one(ops, batch.sequences[0], (q, k, v, out), layer, how)
-        return out
-    appends: list[Job] = []
-    attends: list[Job] = []
-    for part in batch.sequences:
-        jobs = _attention_jobs(part, [part.rows(r) for r in (q, k, v, out)], layer, how)
-        appends.append(jobs[0])
-        attends.append(jobs[1])
-    ops.run(None, lambda: [appends, attends])
-    return out
-
-
-def _attend_one(
-    ops: Ops,
-    part: SequenceSlice,
-    rows: Sequence[Rows],
-    layer: int,
-    how: tuple[int, int, int, int],
-) -> None:
-    """A single token: the launch of the step before, with a new position."""
-    key = (layer, *(r.address for r in rows))
-    launch = part.cache.launches.get(key)
-    if launch is None:
-        jobs = _attention_jobs(part, rows, layer, how)
-        launch = part.cache.launches[key] = Launch([[jobs[0]], [jobs[1]]])
-    else:
-        launch.jobs[0, ARGUMENTS + 7] = part.position
-        launch.jobs[1, ARGUMENTS + 12] = part.position
-    ops.pool.run(launch)
-
-
-def _attention_jobs(
-    part: SequenceSlice, rows: Sequence[Rows], layer: int, how: tuple[int, int, int, int]
-) -> tuple[Job, Job]:
-    """The jobs that append k and v of one sequence, and that attend.
-
-    `rows`: q, k, v, out; `how`: scale (float32 bits), window, chunk, address of the sinks or 0.
-    """
-    q, k, v, out = rows
-    scale, window, chunk, sinks = how
-    place = part.cache.layers[layer]
-    shape = place.shape
-    half = part.cache.kv_type == "f16"
-    where = (place.keys, place.values, place.key_head_stride, place.value_head_stride)
-    append = job(
-        kernels.append_kv_f16 if half else kernels.append_kv_f32,
-        *(k.count, 8, k.address, k.stride, v.address, v.stride),
-        *(shape.heads, shape.key_size, shape.value_size, part.position, *where, place.positions),
-    )
-    group = q.width // shape.key_size // shape.heads
-    blocks = -(-q.count * group // kernels.ROWS)
-    attend = job(
-        kernels.attention_f16 if half else kernels.attention_f32,
-        *(shape.heads * blocks, 1, q.address, q.stride, out.address, out.stride, *where),
-        *(group, shape.key_size, shape.value_size, q.count, part.position),
-        *(scale, window, blocks, place.positions, chunk, sinks),
-    )
-    return append, attend

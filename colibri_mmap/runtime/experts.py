@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Rows
+from .operations import Operations
 from .ops import (
     BIAS,
     BIAS_OUT,
@@ -61,8 +62,22 @@ class ExpertStore:
         self.layers[layer], self.routers[layer] = experts, router
         self._activations[layer] = activation
 
-    def add_experts(self, x: Rows, h: Rows, layer: int, routing: Routing) -> None:
-        """x[t] += sum over j of weights[t, j] * expert ids[t, j] of h[t]."""
+    def add_experts(
+        self, x: Rows, h: Rows, on_host: Rows, layer: int, routing: Routing, ops: Operations
+    ) -> None:
+        """x[t] += sum over j of weights[t, j] * expert ids[t, j] of h[t].
+
+        x and h are rows of `ops`; `on_host` is h as rows of the CPU's, where `routing` lies too.
+        """
+        if ops is self._ops:
+            self._add_on_cpu(x, on_host, layer, routing)
+            return
+        with ops.temporaries():
+            y = self._ops.zeros(x.count, x.width)
+            self._add_on_cpu(y, on_host, layer, routing)
+            ops.add(x, ops.from_host(y))
+
+    def _add_on_cpu(self, x: Rows, h: Rows, layer: int, routing: Routing) -> None:
         experts = self.layers[layer]
         with self._ops.temporaries():
             if h.count == 1 and all(self._ops.kernels(part.type) for part in experts.parts):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..format.experts import block_count
 from .arena import Rows
-from .attention import AttentionShape, attend
+from .attention import AttentionShape
 from .deltanet import DeltaNetShape, GatedDeltaNet
 from .experts import ExpertStore
 from .kv import Batch, KVShape
@@ -54,7 +54,7 @@ class GatedAttention:
         ops.rms_norm(k.split(shape.kv_heads), self.attn_k_norm, shape.eps, in_place=True)
         ops.rope(q, shape.heads, rope, half_split=True)
         ops.rope(k, shape.kv_heads, rope, half_split=True)
-        attended = attend(ops, q, k, v, batch, self.layer, size**-0.5)
+        attended = ops.attend(q, k, v, batch, self.layer, size**-0.5)
         ops.sigmoid_mul(by_head.columns(size, size), attended.split(shape.heads))
         ops.add(x, ops.linear(attended, self.attn_output))
 

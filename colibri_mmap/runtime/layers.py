@@ -26,6 +26,7 @@ from .kernels.routing import (
 )
 from .kv import Batch, LayerShape
 from .norm import Norm
+from .operations import Operations, Reading
 from .ops import Ops
 from .rope import Rope, RopeFrequencies, rope_frequencies
 from .routing import RouterShape, route
@@ -59,11 +60,11 @@ class GatedFeedForward:
             weights.matrix(prefix + "down_shexp.weight", width, hidden),
         )
 
-    def output(self, h: Rows, ops: Ops) -> Rows:
+    def output(self, h: Rows, ops: Operations) -> Rows:
         gate, up = ops.linears(h, self.gate, self.up)
         return ops.linear(ops.silu_mul(gate, up), self.down)
 
-    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
+    def add_to(self, x: Rows, h: Rows, ops: Operations, batch: Batch) -> None:
         ops.add(x, self.output(h, ops))
 
 
@@ -143,14 +144,23 @@ class MixtureOfExperts:
         experts = weights.experts(layer, count, shape.width, shape.hidden)
         store.add_layer(layer, experts, self.ffn_gate_inp, shape.activation)
 
-    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
+    def add_to(self, x: Rows, h: Rows, ops: Operations, batch: Batch) -> None:
+        self.add_chosen(x, h, self.ask(h, ops), ops, batch)
+
+    def ask(self, h: Rows, ops: Operations) -> Reading:
+        """The router's logits, and h, on their way to the CPU, which chooses."""
         logits = ops.linear(h, self.ffn_gate_inp)
         if self.ffn_gate_inp_bias is not None:
             ops.add_bias(logits, self.ffn_gate_inp_bias)
-        routing = route(ops, logits, self.shape.router, self.exp_probs_b)
+        return ops.read(logits, h)
+
+    def add_chosen(self, x: Rows, h: Rows, asked: Reading, ops: Operations, batch: Batch) -> None:
+        """The second half of `add_to`."""
+        logits, on_host = asked.wait()
+        routing = route(ops.cpu, logits, self.shape.router, self.exp_probs_b)
         if batch.trace is not None:
             batch.trace.record(self.layer, routing.ids, routing.weights)
-        self.store.add_experts(x, h, self.layer, routing)
+        self.store.add_experts(x, h, on_host, self.layer, routing, ops)
 
 
 class ExpertsAndShared:
@@ -159,9 +169,14 @@ class ExpertsAndShared:
     def __init__(self, routed: MixtureOfExperts, shared: FeedForward) -> None:
         self.routed, self.shared = routed, shared
 
-    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
-        self.routed.add_to(x, h, ops, batch)
-        self.shared.add_to(x, h, ops, batch)
+    def add_to(self, x: Rows, h: Rows, ops: Operations, batch: Batch) -> None:
+        if ops is ops.cpu:  # the routed ones first: the next layer's are read during the shared
+            self.routed.add_to(x, h, ops, batch)
+            self.shared.add_to(x, h, ops, batch)
+        else:  # a device computes the shared ones while the CPU waits for the logits and routes
+            asked = self.routed.ask(h, ops)
+            self.shared.add_to(x, h, ops, batch)
+            self.routed.add_chosen(x, h, asked, ops, batch)
 
 
 class GatedSharedExpert:
@@ -172,7 +187,7 @@ class GatedSharedExpert:
         self.ffn_gate_inp_shexp = weights.matrix(prefix + "gate_inp_shexp.weight", 1, width)
         self.expert = GatedFeedForward.shared(weights, layer, width, hidden)
 
-    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
+    def add_to(self, x: Rows, h: Rows, ops: Operations, batch: Batch) -> None:
         gate = ops.linear(h, self.ffn_gate_inp_shexp)
         ops.add_gated(x, self.expert.output(h, ops), gate)
 
@@ -189,7 +204,7 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """What follows the mixer in a block: dense or experts."""
 
-    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None: ...
+    def add_to(self, x: Rows, h: Rows, ops: Operations, batch: Batch) -> None: ...
 
 
 def dense_then_experts(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .arena import Rows
-from .ops import Ops
+from .operations import Operations
 from .weights import Vector, Weights
 
 
@@ -17,7 +17,7 @@ class RMSNorm:
     weight: Vector
     eps: float
 
-    def __call__(self, x: Rows, ops: Ops) -> Rows:
+    def __call__(self, x: Rows, ops: Operations) -> Rows:
         return ops.rms_norm(x, self.weight, self.eps)
 
 
@@ -29,7 +29,7 @@ class LayerNorm:
     bias: Vector | None
     eps: float
 
-    def __call__(self, x: Rows, ops: Ops) -> Rows:
+    def __call__(self, x: Rows, ops: Operations) -> Rows:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 

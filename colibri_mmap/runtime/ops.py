@@ -7,13 +7,14 @@ pass, so that a decode step finds the addresses of the step before, and its laun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..format.quants import GGMLType
 from .arena import Arena, Rows, Temporaries
+from .attend import ALL_KEYS, Sight, attend
 from .kernels import elementwise
 from .kernels.registry import ACTIVATIONS, WeightKernels, dequantise_task, weight_kernels
 from .kv import Batch
@@ -40,6 +41,15 @@ _PANEL_BYTES = 1 << 23  # float32 weights of a type without kernels, at a time
 def float_bits(value: float) -> int:
     """A float32 as a word for a kernel."""
     return int(np.float32(value).view(np.int32))
+
+
+class _Present(NamedTuple):
+    """Rows that are on the host already."""
+
+    rows: tuple[Rows, ...]
+
+    def wait(self) -> tuple[Rows, ...]:
+        return self.rows
 
 
 class Ops:
@@ -75,6 +85,23 @@ class Ops:
     def numpy(self, rows: Rows) -> NDArray[np.float32]:
         """A copy of the values, float32 [count, width]."""
         return self.arena.view(rows).copy()
+
+    @property
+    def cpu(self) -> Ops:
+        """The CPU's operations, for what is computed there wherever the rows are."""
+        return self
+
+    def read(self, *rows: Rows) -> _Present:
+        """Start to bring rows to the host; work goes on until `wait` asks for them."""
+        return _Present(rows)
+
+    def to_host(self, rows: Rows) -> Rows:
+        """The rows as rows of the CPU's operations."""
+        return rows
+
+    def from_host(self, rows: Rows) -> Rows:
+        """Rows of the CPU's operations as rows of these."""
+        return rows
 
     def zeros(self, count: int, width: int) -> Rows:
         """Rows of zeros."""
@@ -324,6 +351,27 @@ class Ops:
         more = (cosines.stride, cosines.width, int(half_split))
         key = ("rope", x.count, *words, *more) if x.count <= _FEW else None
         self.run(key, lambda: [[job(elementwise.rope, x.count, 4, *words, *more)]])
+
+    def attend(
+        self,
+        q: Rows,
+        k: Rows,
+        v: Rows,
+        batch: Batch,
+        layer: int,
+        scale: float,
+        sight: Sight = ALL_KEYS,
+        sinks: Vector | None = None,
+    ) -> Rows:
+        """Append k and v to the sequences' caches and attend causally: [T, heads * d_v].
+
+        `sinks` [heads] take part in the softmax, each as the score of a key without value.
+        """
+        shape = batch.sequences[0].cache.layers[layer].shape
+        out = self.arena.rows(q.count, q.width // shape.key_size * shape.value_size)
+        how = (float_bits(scale), sight.window, sight.chunk, sinks.address if sinks else 0)
+        attend(self.pool, (q, k, v, out), batch, layer, how)
+        return out
 
 
 def activation_job(task: Task, gate: Rows, up: Rows) -> Job:

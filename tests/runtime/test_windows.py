@@ -9,7 +9,8 @@ import pytest
 from running import GREEDY, Running
 
 from colibri_mmap import Engine
-from colibri_mmap.runtime.attention import ALL_KEYS, Sight, Temperature
+from colibri_mmap.runtime.attend import ALL_KEYS, Sight
+from colibri_mmap.runtime.attention import Temperature
 from colibri_mmap.runtime.kv import STEP_TOKENS, KVCache, KVShape, cache_bytes
 
 WINDOW = 16  # of the small model

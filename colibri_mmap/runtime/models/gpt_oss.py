@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..attention import AttentionShape, GroupedQueryAttention, Sight
+from ..attend import Sight
+from ..attention import AttentionShape, GroupedQueryAttention
 from ..experts import ExpertStore
 from ..kernels import elementwise
 from ..layers import Block, Decoder, ExpertsShape, MixtureOfExperts

@@ -22,6 +22,7 @@ from ..layers import (
     MixtureOfExperts,
 )
 from ..norm import rms_norm
+from ..operations import Operations
 from ..ops import Ops
 from ..rope import rope_frequencies
 from ..weights import Vector, Weights
@@ -33,7 +34,7 @@ class _Scaled:
     def __init__(self, ffn: FeedForward, factor: float) -> None:
         self.ffn, self.factor = ffn, Vector.of(factor)
 
-    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
+    def add_to(self, x: Rows, h: Rows, ops: Operations, batch: Batch) -> None:
         y = ops.zeros(x.count, x.width)
         self.ffn.add_to(y, h, ops, batch)
         ops.scale(y, self.factor)

@@ -13,12 +13,14 @@ from dataclasses import replace
 import numpy as np
 
 from ..arena import Rows
-from ..attention import AttentionShape, GroupedQueryAttention, Sight, Temperature
+from ..attend import Sight
+from ..attention import AttentionShape, GroupedQueryAttention, Temperature
 from ..experts import ExpertStore
 from ..kernels.routing import SIGMOID
 from ..kv import Batch
 from ..layers import Block, Decoder, ExpertsShape, FeedForward, GatedFeedForward
 from ..norm import rms_norm
+from ..operations import Operations
 from ..ops import Ops
 from ..rope import rope_frequencies
 from ..routing import route
@@ -44,14 +46,15 @@ class _ExpertOfScaledInput:
         store.add_layer(layer, experts, self.ffn_gate_inp, shape.activation)
         self.shared = GatedFeedForward.shared(weights, layer, shape.width, shape.hidden)
 
-    def add_to(self, x: Rows, h: Rows, ops: Ops, batch: Batch) -> None:
-        routing = route(ops, ops.linear(h, self.ffn_gate_inp), self.router)
+    def add_to(self, x: Rows, h: Rows, ops: Operations, batch: Batch) -> None:
+        logits = ops.to_host(ops.linear(h, self.ffn_gate_inp))
+        routing = route(ops.cpu, logits, self.router)
         if batch.trace is not None:
             batch.trace.record(self.layer, routing.ids, routing.weights)
         self.shared.add_to(x, h, ops, batch)
         ops.scale(h, ops.vector(routing.weights[:, 0]))
         routing.weights[:] = 1
-        self.store.add_experts(x, h, self.layer, routing)
+        self.store.add_experts(x, h, ops.to_host(h), self.layer, routing, ops)
 
 
 def load(weights: Weights, ops: Ops, store: ExpertStore) -> Decoder:
