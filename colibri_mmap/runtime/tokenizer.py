@@ -6,7 +6,7 @@ Two kinds: `gpt2` (byte-level BPE) and `llama` (SentencePiece with scores and by
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from colibri_mmap.errors import ArgumentError
 from colibri_mmap.format.gguf import GGUF
@@ -129,15 +129,34 @@ class Tokenizer:
         stream = self.stream(skip_special, at_start=at_start)
         return "".join([stream.push(token) for token in ids]) + stream.flush()
 
-    def stream(self, skip_special: bool = False, *, at_start: bool = True) -> TokenStream:
-        """An incremental `decode` with the same arguments."""
-        piece = self._visible_piece if skip_special else self._piece
+    def stream(
+        self, skip_special: bool = False, *, at_start: bool = True, shown: Collection[int] = ()
+    ) -> TokenStream:
+        """An incremental `decode` with the same arguments; control tokens in `shown` are kept."""
+
+        def visible(token: int) -> bytes:
+            return b"" if self.is_control(token) and token not in shown else self.token_bytes(token)
+
+        piece = visible if skip_special else self.token_bytes
         return TokenStream(piece, strip_first_space=at_start and self._add_space)
 
     def token_text(self, token: int) -> str:
         """The token as the vocabulary spells it."""
         self._check_id(token)
         return self._vocabulary.texts[token]
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that `token` stands for; a control token stands for its name."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            self._check_id(token)
+            piece = self._pieces[token] = self._make_piece(token)
+        return piece
+
+    def is_unused(self, token: int) -> bool:
+        """Whether the token only fills a row of the vocabulary."""
+        self._check_id(token)
+        return self._vocabulary.types[token] in (TokenType.UNDEFINED, TokenType.UNUSED)
 
     def is_control(self, token: int) -> bool:
         """Whether the token steers the model instead of standing for text."""
@@ -205,18 +224,7 @@ class Tokenizer:
         if not 0 <= token < self.vocab_size:
             raise ArgumentError(f"{token} is not a token id; there are {self.vocab_size} tokens")
 
-    def _visible_piece(self, token: int) -> bytes:
-        return b"" if self.is_control(token) else self._piece(token)
-
-    def _piece(self, token: int) -> bytes:
-        piece = self._pieces.get(token)
-        if piece is None:
-            self._check_id(token)
-            piece = self._pieces[token] = self._make_piece(token)
-        return piece
-
     def _make_piece(self, token: int) -> bytes:
-        """The bytes that `token` stands for."""
         text = self._vocabulary.texts[token]
         kind = self._vocabulary.types[token]
         if kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
