@@ -68,6 +68,10 @@ class Grammar:
         """A text of the rule `start`; special tokens it names are checked by the `Matcher`."""
         return cls("grammar", json.dumps({"lark_grammar": text})).checked()
 
+    def matcher(self, tokenizer: Tokenizer) -> Matcher:
+        """The state of one reply that follows this grammar."""
+        return Matcher(self, tokenizer.grammar_vocabulary)
+
     def after(self, lead: str) -> Grammar:
         """This grammar behind a lead-in: Lark rules, of which `lead` is the first."""
         return replace(self, lead=lead)
@@ -96,7 +100,7 @@ class Grammar:
 
 
 class GrammarVocabulary:
-    """A tokenizer as llguidance knows it; takes half a second for 150,000 tokens, so keep it."""
+    """A tokenizer as llguidance knows it; kept by the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from llguidance import LLTokenizer
@@ -137,7 +141,7 @@ def stands_alone(tokenizer: Tokenizer, token: int) -> bool:
 
 
 class Matcher:
-    """Follows one reply through a grammar, token by token."""
+    """Follows one reply through a grammar, token by token; made by `Grammar.matcher`."""
 
     def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary) -> None:
         """`ArgumentError` if the grammar names tokens that the vocabulary lacks."""

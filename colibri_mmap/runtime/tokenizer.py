@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from colibri_mmap.errors import ArgumentError
 from colibri_mmap.format.gguf import GGUF
@@ -15,6 +17,9 @@ from colibri_mmap.runtime.detokenizer import TokenStream
 from colibri_mmap.runtime.pretokenizers import DEFAULT, PRETOKENIZERS, PreTokenizer
 from colibri_mmap.runtime.sentencepiece import SPACE, SentencePieceEncoder
 from colibri_mmap.runtime.vocabulary import TokenType, Vocabulary, is_harmony, key_name
+
+if TYPE_CHECKING:
+    from colibri_mmap.runtime.grammar import GrammarVocabulary
 
 _END_OF_TURN = frozenset(
     (
@@ -166,6 +171,13 @@ class Tokenizer:
     def find(self, text: str) -> int | None:
         """The id of the control or user-defined token spelled `text`."""
         return self._specials[1].get(text)
+
+    @cached_property
+    def grammar_vocabulary(self) -> GrammarVocabulary:
+        """The tokens as grammars need them; half a second of work for 150,000, and done once."""
+        from colibri_mmap.runtime.grammar import GrammarVocabulary
+
+        return GrammarVocabulary(self)
 
     def _pretokenizer(self, name: str | None) -> PreTokenizer:
         """The word patterns called `name`; a missing or unknown name is noticed, not refused."""
