@@ -37,7 +37,11 @@ class Address(int):
     __slots__ = ()
 
 
-class OutOfDeviceMemory(ResourceError):
+class DeviceError(ResourceError):
+    """The device or its driver failed."""
+
+
+class OutOfDeviceMemory(DeviceError):
     """An allocation that the device has no room for; bytes."""
 
     def __init__(self, device: str, wanted: int, free: int, total: int) -> None:
@@ -59,7 +63,10 @@ class DeviceMemory(Protocol):
 
 
 class DeviceBackend(Protocol):
-    """One device. Methods may be called from any thread; a launch costs the host little."""
+    """One device. Methods may be called from any thread, but kernels launched by one at a time.
+
+    A failing device is a DeviceError, at the latest when the host waits for the work that failed.
+    """
 
     @property
     def name(self) -> str:
@@ -124,8 +131,11 @@ class DeviceBackend(Protocol):
         """
         ...
 
-    def record(self, stream: Stream) -> Event:
-        """An event that is done when all work given to the stream so far is."""
+    def record(self, stream: Stream, *, sleep: bool = False) -> Event:
+        """An event that is done when all work given to the stream so far is.
+
+        `sleep`: the host shall sleep when it waits for it, instead of watching it, which is faster.
+        """
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:

@@ -150,7 +150,7 @@ class HostBackend:
         self._give(stream, multiply)
 
     # -------------------------------------------------------------------------- order
-    def record(self, stream: HostStream) -> HostEvent:
+    def record(self, stream: HostStream, *, sleep: bool = False) -> HostEvent:
         event = HostEvent()
         self._give(stream, lambda: setattr(event, "done", True))
         return event
@@ -212,5 +212,5 @@ def _copy(target: int, source: int, nbytes: int) -> None:
 
 def _floats(address: int, rows: int, columns: int) -> NDArray[np.float32]:
     """The matrix [rows, columns] at an address."""
-    numbers = (ctypes.c_float * (rows * columns)).from_address(address)
-    return np.frombuffer(numbers, np.float32).reshape(rows, columns)
+    memory = (ctypes.c_uint8 * (rows * columns * 4)).from_address(address)
+    return np.frombuffer(memoryview(memory), np.float32).reshape(rows, columns)
