@@ -10,8 +10,18 @@ from numpy.typing import NDArray
 
 from .arena import Rows
 from .kernels.attention import KEYS
-from .pages import Reservation
+from .pages import PAGE, Reservation
 from .pool import Launch
+from .snapshots import (
+    Bytes,
+    Checkpoint,
+    Mirror,
+    gather,
+    layer_views,
+    rounded,
+    scatter,
+    window_start,
+)
 
 STEP_TOKENS = 512  # of one sequence that go through the model together, at most
 
@@ -71,7 +81,7 @@ def cache_bytes(shapes: Sequence[LayerShape], context: int, kv_type: str) -> int
 class LayerCache:
     """Where K and V of one layer lie, in the layout of kernels/attention.py; strides in bytes.
 
-    There is room for `positions`: the last ones.
+    There is room for `positions`: the last ones. `keys` and `values` are addresses.
     """
 
     shape: KVShape
@@ -86,7 +96,9 @@ class KVCache:
     """What every layer keeps of one sequence; memory is taken as positions are written.
 
     `kv_type` is "f16" or "f32". Recurrent state exists twice: a step reads what the step before
-    left and writes the other copy, so that a step which is given up has changed nothing.
+    left and writes the other copy, so that a step which is given up has changed nothing. A sequence
+    can be cut to a length that it has a checkpoint of. `mirrors` are told when the host's memory is
+    read or written here.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], context: int, kv_type: str) -> None:
@@ -98,7 +110,11 @@ class KVCache:
         )
         self.layers: dict[int, LayerCache] = {}
         self.launches: dict[object, Launch] = {}  # of single-token steps, by ops
+        self.mirrors: list[Mirror] = []
+        self.checkpoints: list[Checkpoint] = []  # by length; the tokens up to there are still known
         self._written = 0  # the end of all positions written since the start
+        self._restored = 0  # windows hold nothing of what came before this length needs
+        self._peak = 0  # the end of all positions ever written
         address = self._memory.address
         for layer, shape in enumerate(shapes):
             if isinstance(shape, RecurrentShape):
@@ -112,11 +128,32 @@ class KVCache:
             address = values + shape.heads * value_head
         self._states = _RecurrentStates(shapes, address, self._memory)
 
+    @property
+    def cuttable(self) -> bool:
+        """Whether every layer keeps all positions, so that any cut is possible."""
+        return not self._states.nbytes and not any(p.shape.window for p in self.layers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """What the cache holds of the machine's memory by now, without checkpoints; in bytes."""
+        total = 2 * self._states.nbytes
+        for place in self.layers.values():
+            part = min(rounded(self._peak), place.positions) / place.positions
+            for stride in (place.key_head_stride, place.value_head_stride):
+                total += place.shape.heads * -(-int(stride * part) // PAGE) * PAGE
+        return total
+
     def begin(self, position: int, end: int) -> None:
         """A step for [position, end) starts; `position` is the end of what is kept."""
         assert end - position <= STEP_TOKENS
+        if position and not self._is_ready(position):
+            saved = next(c for c in self.checkpoints if c.length == position)
+            self.restore(position, saved.edge)
+        self.checkpoints = [c for c in self.checkpoints if c.length <= position]
         self._states.begin(position)
         self._written = max(self._written, end) if position else end
+        self._restored = self._restored if position else 0
+        self._peak = max(self._peak, end)
 
     def end(self, position: int) -> None:
         """The step is done: what is kept ends at `position`."""
@@ -126,13 +163,79 @@ class KVCache:
         """How many positions are left of a sequence that is cut to `length`.
 
         All of them where every layer keeps all K and V. What left a window is lost, and recurrent
-        state cannot be taken back, except by the last step: there the sequence starts from nothing.
+        state cannot be taken back, except by the last step: there the sequence is cut to its last
+        checkpoint before, or starts from nothing.
         """
+        if self._is_ready(length):
+            return length
+        return max((c.length for c in self.checkpoints if c.length <= length), default=0)
+
+    def _is_ready(self, length: int) -> bool:
+        """Whether a sequence cut to `length` can go on without a checkpoint."""
         for place in self.layers.values():
-            first_seen = max(0, length - place.shape.window + 1)
-            if place.shape.window and first_seen + place.positions < self._written:
-                return 0
-        return self._states.kept(length)
+            window = place.shape.window
+            first_seen = max(0, length - window + 1)
+            restored = window_start(window, self._restored)
+            if window and first_seen < max(self._written - place.positions, restored):
+                return False
+        return self._states.kept(length) == length
+
+    # ------------------------------------------------------------------------------ snapshots
+    def span(self, start: int, end: int) -> list[Bytes]:
+        """Memory of K and V of [start, end), and of the rest of the last group; see snapshots.py.
+
+        The layers with all positions only; `start` is a multiple of GROUP.
+        """
+        stop = rounded(end)
+        places = [place for place in self.layers.values() if not place.shape.window]
+        memory = self._memory.bytes
+        return [view for place in places for view in layer_views(memory, place, start, stop)]
+
+    def edge(self, length: int) -> Bytes:
+        """What layers with windows or states keep of the first `length` tokens; `kept(length)`."""
+        for saved in self.checkpoints:
+            if saved.length == length:
+                return saved.edge
+        assert self._is_ready(length)
+        for mirror in self.mirrors:
+            mirror.to_host(length)
+        return gather([*self._window_views(length), *self._states.views(length)])
+
+    def checkpoint(self, length: int) -> None:
+        """Keep the edge at `length`, where the last step ended, for later cuts."""
+        if not self.cuttable and all(c.length != length for c in self.checkpoints):
+            kept = [*self.checkpoints, Checkpoint(length, self.edge(length))]
+            self.checkpoints = sorted(kept, key=lambda c: c.length)
+
+    def restore(self, length: int, edge: Bytes) -> None:
+        """Go on after `length` tokens, whose span the memory holds already."""
+        scatter(edge, [*self._window_views(length), *self._states.renew(length)])
+        self._written = self._restored = length
+        self._peak = max(self._peak, length)
+        for mirror in self.mirrors:
+            mirror.to_device(length)
+
+    def copy(self, source: KVCache, length: int) -> None:
+        """Take the first `length` tokens from another cache, which can be cut to there."""
+        for mirror in source.mirrors:
+            mirror.to_host(length)
+        for target, view in zip(self.span(0, length), source.span(0, length), strict=True):
+            target[:] = view
+        self.restore(length, source.edge(length))
+        self.checkpoints = [c for c in source.checkpoints if c.length <= length]
+
+    def edge_bytes(self, length: int) -> int:
+        """The size of an edge after `length` tokens."""
+        return self._states.nbytes + sum(view.size for view in self._window_views(length))
+
+    def _window_views(self, length: int) -> list[Bytes]:
+        places = [place for place in self.layers.values() if place.shape.window]
+        memory, stop = self._memory.bytes, rounded(length)
+        return [
+            view
+            for place in places
+            for view in layer_views(memory, place, window_start(place.shape.window, length), stop)
+        ]
 
     def state(self, layer: int) -> tuple[int, int]:
         """Addresses of a recurrent layer's state: where this step finds it, and is to leave it."""
@@ -144,16 +247,16 @@ class _RecurrentStates:
 
     def __init__(self, shapes: Sequence[LayerShape], address: int, memory: Reservation) -> None:
         self._offsets: dict[int, int] = {}
-        self._nbytes = 0
+        self.nbytes = 0
         for layer, shape in enumerate(shapes):
             if isinstance(shape, RecurrentShape):
-                self._offsets[layer] = self._nbytes
-                self._nbytes += shape.nbytes
+                self._offsets[layer] = self.nbytes
+                self.nbytes += shape.nbytes
         start = address - memory.address
         self._copies = [
-            memory.bytes[start + n * self._nbytes : start + (n + 1) * self._nbytes] for n in (0, 1)
+            memory.bytes[start + n * self.nbytes : start + (n + 1) * self.nbytes] for n in (0, 1)
         ]
-        self._addresses = (address, address + self._nbytes)
+        self._addresses = (address, address + self.nbytes)
         self._ends = [_INVALID, _INVALID]
         self._source = 0
 
@@ -172,6 +275,15 @@ class _RecurrentStates:
 
     def kept(self, length: int) -> int:
         return length if not self._offsets or length in self._ends else 0
+
+    def views(self, length: int) -> list[Bytes]:
+        """The memory of the state that ends at `length`."""
+        return [self._copies[self._ends.index(length)]] if self._offsets else []
+
+    def renew(self, length: int) -> list[Bytes]:
+        """Memory for a state that ends at `length`; there is no other one then."""
+        self._ends[:] = length, _INVALID
+        return self._copies[:1] if self._offsets else []
 
     def of(self, layer: int) -> tuple[int, int]:
         offset = self._offsets[layer]

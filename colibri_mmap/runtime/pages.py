@@ -182,6 +182,11 @@ class Reservation:
         self.address = self.bytes.ctypes.data
 
 
+def forget_file(handle: int) -> None:
+    """Let the page cache forget an open file, as far as it is written to the disk."""
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def has_populate_read() -> bool:
     """Whether this kernel can populate a mapping and report errors (Linux 5.14)."""
     page = Reservation(PAGE, "a test")
