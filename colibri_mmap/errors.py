@@ -7,6 +7,7 @@
     ├── ContextLengthError   more tokens than the context holds
     ├── TemplateError        the chat template refused or failed to render the messages
     ├── ArgumentError        a setting or input that makes no sense
+    ├── QueueFull            too many requests wait already
     └── ResourceError        not enough disk space or memory, or a missing tool
 
 Each message is one line and says what to do next. The CLI prints it and exits with status 1.
@@ -49,6 +50,10 @@ class TemplateError(ColibriError):
 
 class ArgumentError(ColibriError):
     """A setting or an input that makes no sense."""
+
+
+class QueueFull(ColibriError):
+    """More requests wait than the queue holds."""
 
 
 class ResourceError(ColibriError):

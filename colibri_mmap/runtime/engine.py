@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import index
 from os import PathLike
@@ -13,39 +14,44 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError, ContextLengthError, FormatError
+from ..errors import ArgumentError, FormatError
 from ..format.gguf import GGUF, open_gguf
 from . import scheduler
 from .experts import ExpertStore
+from .generation import Generation, Request, Surroundings
 from .kv import STEP_TOKENS, KVCache, Trace, cache_bytes
 from .models import load_model
 from .ops import Mode, Ops
-from .pages import IoCounters, io_counters
+from .pager import PagerStats
+from .pages import io_counters
 from .pool import Pool
 from .predict import RouterPredictor
 from .processor import default_threads
 from .profile import load_profile
 from .ram import PLANNED_CONTEXT, RamSettings, RamTier, open_ram_tier
-from .sampling import Sampler, Sampling
-from .stats import Stats
+from .sampling import Sampling
+from .stats import Counters, Stats
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
-from .tokenwriter import Token, TokenWriter
+from .tokenwriter import Token
 from .tracefile import TraceHeader, TraceWriter
+from .transcripts import Transcripts
 from .warmup import compile_tasks, model_tasks
 from .weights import Weights
 
 KVType = Literal["f16", "f32"]
 Message = Mapping[str, Any]
 
-_MAINTAIN_EVERY = 16  # tokens
+_MAINTAIN_EVERY = 16  # steps
 _UNSTATED_CONTEXT = 4096  # tokens, where the file does not say what the model was made for
 
 
 class Engine:
-    """One model, one conversation at a time; a context manager.
+    """An open model; a context manager.
 
-    Successive calls reuse the keys and values of the tokens they have in common.
+    `generate` and `chat` make one reply at a time; successive ones reuse the keys and values of the
+    tokens they have in common. `prepare` and `run` are for those who make several (Batcher): steps
+    may be run from any thread, one after the other.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Engine:
         ctx: int | None,
         kv_type: KVType,
         memory: RamSettings,
+        parallel: int,
         trace_file: str | PathLike[str] | None,
         progress: Callable[[str, int, int], None] | None,
     ) -> None:
@@ -67,6 +74,8 @@ class Engine:
         self._pool: Pool | None = None
         self._tier: RamTier | None = None
         self._trace_writer: TraceWriter | None = None
+        self._lock = threading.Lock()  # held while a step runs
+        self._steps = 0
         try:
             if trace_file is not None:
                 self._trace_writer = TraceWriter(trace_file, TraceHeader.of(gguf))
@@ -77,27 +86,33 @@ class Engine:
             self._check_vocabulary()
             self.context_length = ctx or self._model.context_length or _UNSTATED_CONTEXT
             planned = min(self.context_length, ctx or PLANNED_CONTEXT)
-            kv_bytes = cache_bytes(self._model.kv_shapes, planned, kv_type)
+            kv_bytes = parallel * cache_bytes(self._model.kv_shapes, planned, kv_type)
             self._tier = open_ram_tier(self._weights, kv_bytes, memory)
-            self.memory_plan = self._tier.plan
-            if self._tier.pager is not None:
-                store.pager = self._tier.pager
+            self.memory_plan, self._pager = self._tier.plan, self._tier.pager
+            self.sequence_room = self._tier.sequence_room  # bytes, of all sequences together
+            if self._pager is not None:
+                store.pager = self._pager
                 if memory.prefetch:
                     store.predictor = RouterPredictor(self._ops, store.routers, memory.prefetch)
             compile_tasks(model_tasks(gguf, mode, kv_type), progress)
             self.template = ChatTemplate.of(self.tokenizer)
             self._tier.trunk.wait(progress and partial(progress, "reading weights"))
             self._weights.check()
-            self._sequence = self._new_sequence(self.context_length)
+            self._sequence = self.new_sequence()
         except BaseException:
             self.close()
             raise
         self.notices = [*self.tokenizer.notices, *self.template.notices, *self._context_notices()]
         self.notices += self._tier.notices
         self.stats = Stats()
-        self._counted_from: IoCounters | None = None  # while a generation is going on
-        self._generation = 0
-        self._said: tuple[str, list[int]] = ("", [])
+        self._generation: Generation | None = None  # whose sequence is the engine's own
+        self._surroundings = Surroundings(
+            self.tokenizer,
+            self.context_length,
+            self._model.length_limit,
+            Transcripts(),
+            self._counters,
+        )
 
     @classmethod
     def open(
@@ -110,6 +125,7 @@ class Engine:
         kv_type: KVType | None = None,
         memory: RamSettings | None = None,
         profile: bool = True,
+        parallel: int = 1,
         trace_file: str | PathLike[str] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> Engine:
@@ -118,9 +134,9 @@ class Engine:
         `mode`: "int8" rounds activations to 8 bit where weights are quantised, "exact" computes
         in float32. `ctx` tokens of context (default: the model's). `kv_type` "f16" (default) or
         "f32" (default in exact mode). `memory` says how RAM is used; with `profile`, what it and
-        `threads` leave open is as `tune` found best. The routing of every generated token is
-        appended to `trace_file`. `progress(stage, done, total)` tells of kernels being compiled and
-        weights being read.
+        `threads` leave open is as `tune` found best. Memory is planned for `parallel` sequences.
+        The routing of every generated token is appended to `trace_file`. `progress(stage, done,
+        total)` tells of kernels being compiled and weights being read.
         """
         if mode not in ("int8", "exact"):
             raise ArgumentError(f"mode {mode!r}: choose int8 or exact")
@@ -131,6 +147,8 @@ class Engine:
             raise ArgumentError(f"threads must be 1 to 1024, not {threads}")
         if ctx is not None and ctx < 1:
             raise ArgumentError(f"the context must hold at least 1 token, not {ctx}")
+        if parallel < 1:
+            raise ArgumentError(f"parallel must be at least 1, not {parallel}")
         gguf = open_gguf(path)
         tuned = load_profile(gguf) if profile else None
         return cls(
@@ -140,22 +158,24 @@ class Engine:
             ctx=ctx,
             kv_type=kv_type,
             memory=(memory or RamSettings()).tuned(tuned),
+            parallel=parallel,
             trace_file=trace_file,
             progress=progress,
         )
 
     def close(self) -> None:
-        """End the threads and unmap the files; a second call does nothing."""
-        if self._tier is not None:
-            self._tier.close()
-            self._tier = None
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-        if self._trace_writer is not None:
-            self._trace_writer.close()
-            self._trace_writer = None
-        self._weights.close()
+        """End the threads and unmap the files, after the step that is running; may be repeated."""
+        with self._lock:
+            if self._tier is not None:
+                self._tier.close()
+                self._tier = None
+            if self._pool is not None:
+                self._pool.close()
+                self._pool = None
+            if self._trace_writer is not None:
+                self._trace_writer.close()
+                self._trace_writer = None
+            self._weights.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -177,10 +197,14 @@ class Engine:
         ids = self._checked(ids)
         sequence = self._new_sequence(len(ids))
         sequence.announce(len(ids), self._model.length_limit)
-        chunks = [self._step(sequence, part, "all", trace) for part in _chunks(ids)]
-        return np.concatenate(chunks)
+        return np.concatenate(
+            [
+                self._step([(sequence, ids[start : start + STEP_TOKENS])], "all", trace)
+                for start in range(0, len(ids), STEP_TOKENS)
+            ]
+        )
 
-    # -------------------------------------------------------------------------- generation
+    # -------------------------------------------------------------------------- one reply
     def generate(
         self,
         ids: Iterable[int],
@@ -194,17 +218,8 @@ class Engine:
         once, the work is done as tokens are asked for. Starting another generation ends this one.
         """
         ids = self._checked(ids)
-        if len(ids) >= self.context_length:
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.context_length} and a "
-                "reply needs room: shorten the prompt or open the model with a larger context"
-            )
-        if max_tokens is not None and max_tokens < 1:
-            raise ArgumentError(f"max_tokens must be at least 1, not {max_tokens}")
-        sampling = sampling or Sampling()
-        sampler = Sampler(sampling, self.tokenizer.vocab_size)
-        limit = min(max_tokens or self.context_length, self.context_length - len(ids))
-        return self._generate(ids, limit, max_tokens, sampling, sampler, progress)
+        request = Request(ids=ids, max_tokens=max_tokens, sampling=sampling or Sampling())
+        return self._generate(self.prepare(request), progress)
 
     def chat(
         self,
@@ -216,169 +231,125 @@ class Engine:
     ) -> Generator[Token, None, None]:
         """The reply to messages ({"role", "content"}), rendered by the model's chat template."""
         prompt = (template or self.template).render(messages, add_generation_prompt=True)
-        ids = self._prompt_ids(prompt)
-        return self._chat(prompt, ids, self.generate(ids, max_tokens, sampling, progress))
+        request = Request(
+            ids=self.prompt_ids(prompt),
+            max_tokens=max_tokens,
+            sampling=sampling or Sampling(),
+            chat_prompt=prompt,
+        )
+        return self._generate(self.prepare(request), progress)
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """The ids of a chat's rendered prompt; what was said before keeps those it was made of."""
+        text, ids = self._surroundings.transcripts.longest(prompt)
+        if not text:
+            return self.tokenizer.encode(prompt, add_special=True, parse_special=True)
+        rest = prompt[len(text) :]
+        return ids + self.tokenizer.encode(
+            rest, add_special=False, parse_special=True, at_start=False
+        )
 
     def reset(self) -> None:
         """Forget all tokens: the next generation starts from nothing."""
         self._sequence.rewind(0)
-        self._generation += 1
+        self._generation = None
 
-    def _chat(
-        self, prompt: str, ids: list[int], tokens: Generator[Token, None, None]
-    ) -> Generator[Token, None, None]:
-        reply: list[int] = []
-        text = ""
-        try:
-            for token in tokens:
-                reply.append(token.id)
-                if text == "" and self.tokenizer.is_sentencepiece:
-                    shown = token.text.removeprefix(" ")  # the space that begins every word
-                    text = token.text
-                    yield Token(token.id, shown)
-                else:
-                    text += token.text
-                    yield token
-        finally:
-            # Of a reply that a stop string cut, the tokens say more than was shown.
-            whole = self.tokenizer.decode(reply, skip_special=True, at_start=False) == text
-            self._said = (prompt + text, ids + reply) if whole else ("", [])
-
-    def _prompt_ids(self, prompt: str) -> list[int]:
-        """The ids of a rendered prompt; what was said before keeps the ids it was generated with.
-
-        A reply that is tokenised again may come out as other tokens, and would be computed again.
-        """
-        text, ids = self._said
-        if text and prompt.startswith(text):
-            rest = prompt[len(text) :]
-            more = self.tokenizer.encode(
-                rest, add_special=False, parse_special=True, at_start=False
-            )
-            return ids + more
-        return self.tokenizer.encode(prompt, add_special=True, parse_special=True)
+    def update_stats(self) -> Stats:
+        """Bring `stats` up to date while a generation is going on."""
+        if self._generation is not None:
+            self._generation.update_stats()
+        return self.stats
 
     def _generate(
-        self,
-        ids: list[int],
-        limit: int,
-        max_tokens: int | None,
-        sampling: Sampling,
-        sampler: Sampler,
-        progress: Callable[[int, int], None] | None,
+        self, generation: Generation, progress: Callable[[int, int], None] | None
     ) -> Generator[Token, None, None]:
         self._check_open()
-        self._generation += 1
-        mine = self._generation
-        self.stats = stats = Stats(prompt_tokens=len(ids), finish_reason="cancelled")
-        self._take_pager_stats()
-        self._counted_from, started = io_counters(), time.perf_counter()
+        self._generation, self.stats = generation, generation.stats
+        generation.begin(self._sequence)
+        total = len(generation.ids)
         try:
-            logits = self._prefill(ids, stats, progress)
-            stats.prefill_seconds = time.perf_counter() - started
-            self.update_stats()
-            stats.prefill_bytes_read, stats.prefill_wait_seconds = (
-                stats.bytes_read,
-                stats.wait_seconds,
-            )
-            self._take_pager_stats()
-            decode_started = time.perf_counter()
-            writer = TokenWriter(self.tokenizer, sampling.stop)
-            while True:
-                token = sampler.sample(logits[: self.tokenizer.vocab_size], ids)
-                if stats.generated_tokens == 0:
-                    stats.ttft_seconds = time.perf_counter() - started
-                if token in self.tokenizer.end_ids and not sampling.ignore_eos:
-                    stats.finish_reason = "stop"
-                    break
-                ids.append(token)
-                stats.generated_tokens += 1
-                stats.decode_seconds = time.perf_counter() - decode_started
-                yield from writer.push(token)
-                if writer.stopped:
-                    stats.finish_reason = "stop"
-                    break
-                if stats.generated_tokens >= limit:
-                    stats.finish_reason = "length" if limit == max_tokens else "context"
-                    break
-                self._check_open()
-                if mine != self._generation:
+            while not generation.finished:
+                if progress is not None and generation.stats.generated_tokens == 0:
+                    progress(len(self._sequence.ids), total)
+                logits = self.run([generation])
+                if not len(logits):
+                    continue
+                if progress is not None and generation.stats.generated_tokens == 0:
+                    progress(total, total)
+                yield from generation.advance(logits[0])
+                if self._generation is not generation and not generation.finished:
                     raise ArgumentError("another generation was started: this one cannot go on")
-                logits = self._step(self._sequence, [token], "last")[0]
-                if self._tier is not None and stats.generated_tokens % _MAINTAIN_EVERY == 1:
-                    self._tier.maintain()
-            yield from writer.finish()
         finally:
-            if mine == self._generation:
-                self.update_stats()
-                self._counted_from = None
+            if not generation.finished:
+                generation.end("cancelled")
 
-    def _prefill(
-        self, ids: list[int], stats: Stats, progress: Callable[[int, int], None] | None
-    ) -> NDArray[np.float32]:
-        """Read the prompt, except what the cache has of it; the logits of its last token."""
-        sequence = self._sequence
-        sequence.announce(len(ids), self._model.length_limit)
-        sequence.rewind(_common_prefix(sequence.ids, ids[:-1]))
-        stats.cached_tokens = known = len(sequence.ids)
+    # -------------------------------------------------------------------------- several replies
+    def prepare(self, request: Request) -> Generation:
+        """A reply that can begin; what is wrong with the request is an error here and now."""
+        request = replace(request, ids=self._checked(request.ids))
+        return Generation(request, self._surroundings)
 
-        def read(part: Sequence[int], wanted: Literal["none", "last"]) -> NDArray[np.float32]:
-            if progress is not None:
-                progress(len(sequence.ids), len(ids))
-            return self._step(sequence, part, wanted)
+    def new_sequence(self) -> scheduler.Sequence:
+        """An empty sequence, with room for the whole context."""
+        return self._new_sequence(self.context_length)
 
-        *early, final = _chunks(ids[known:])
-        for part in early:
-            read(part, "none")
-        logits: NDArray[np.float32] = read(final, "last")[0]
-        if progress is not None:
-            progress(len(ids), len(ids))
-        return logits
+    def sequence_bytes(self, tokens: int) -> int:
+        """What a sequence of so many tokens takes of `sequence_room`."""
+        return cache_bytes(self._model.kv_shapes, min(tokens, self.context_length), self.kv_type)
+
+    def run(self, generations: Sequence[Generation]) -> NDArray[np.float32]:
+        """One step: the next tokens of a reply, or of several that each have one token pending.
+
+        Logits float32 [replies, n_vocab], of what follows; [0, n_vocab] for a part of a prompt.
+        Whatever error ends the step, the sequences are what they were before it.
+        """
+        assert len(generations) == 1 or all(each.pending == 1 for each in generations)
+        work = [(each.sequence, each.next_tokens()) for each in generations]
+        whole = all(
+            each.pending == len(tokens) for each, (_, tokens) in zip(generations, work, strict=True)
+        )
+        return self._step(work, "last" if whole else "none")
 
     def _step(
         self,
-        sequence: scheduler.Sequence,
-        tokens: Sequence[int],
+        work: Sequence[tuple[scheduler.Sequence, Sequence[int]]],
         wanted: Literal["none", "last", "all"],
         trace: Trace | None = None,
     ) -> NDArray[np.float32]:
         """Tokens through the model; ModelReadError if weights vanished while they were used."""
-        known = len(sequence.ids)
-        if known + len(tokens) > sequence.announced:
-            lost = sequence.announce(known + len(tokens), self._model.length_limit)
-            for part in _chunks(lost):
-                self._step(sequence, part, "none")
-        writer = self._trace_writer if trace is None else None
-        if writer is not None:
-            trace = Trace()
-        try:
-            logits = scheduler.step(self._model, self._ops, [(sequence, tokens)], wanted, trace)
-            self._weights.check()
-        except BaseException:
-            sequence.rewind(known)
-            self._weights.mend()
-            raise
-        if writer is not None and trace is not None:
-            writer.write(trace.experts)
-        return logits
+        with self._lock:
+            self._check_open()
+            writer = self._trace_writer if trace is None else None
+            if writer is not None:
+                trace = Trace()
+            known = [len(sequence.ids) for sequence, _ in work]
+            try:
+                logits = scheduler.step(self._model, self._ops, work, wanted, trace)
+                self._weights.check()
+            except BaseException:
+                for (sequence, _), length in zip(work, known, strict=True):
+                    sequence.rewind(length)
+                self._weights.mend()
+                raise
+            if writer is not None and trace is not None:
+                writer.write(trace.experts)
+            if self._tier is not None and self._steps % _MAINTAIN_EVERY == 0:
+                self._tier.maintain()
+            self._steps += 1
+            return logits
 
-    def update_stats(self) -> Stats:
-        """Bring `stats` up to date while a generation is going on."""
-        stats = self.stats
-        if self._counted_from is not None:
-            used = io_counters() - self._counted_from
-            stats.bytes_read, stats.major_faults = used.bytes_read, used.major_faults
-            if self._tier is not None and self._tier.pager is not None:
-                paged = self._tier.pager.stats
-                stats.expert_hits, stats.expert_misses = paged.hits, paged.misses
-                stats.wait_seconds = paged.wait_seconds
-                stats.prefetched_experts = paged.prefetched
-                stats.prefetch_hits = paged.prefetch_hits
-        return stats
-
-    def _take_pager_stats(self) -> None:
-        if self._tier is not None and self._tier.pager is not None:
-            self._tier.pager.take_stats()
+    def _counters(self) -> Counters:
+        """What this process has read so far, and the experts of this engine."""
+        io, paged = io_counters(), self._pager.stats if self._pager else PagerStats()
+        return Counters(
+            io.bytes_read,
+            io.major_faults,
+            paged.hits,
+            paged.misses,
+            paged.wait_seconds,
+            paged.prefetched,
+            paged.prefetch_hits,
+        )
 
     # -------------------------------------------------------------------------- checks
     def _check_open(self) -> None:
@@ -420,16 +391,3 @@ class Engine:
                 "tensor 'token_embd.weight'",
                 f"has {rows} rows, but the tokenizer has {tokens} tokens",
             )
-
-
-def _chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(ids), STEP_TOKENS):
-        yield ids[start : start + STEP_TOKENS]
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two sequences share."""
-    for length, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return length
-    return min(len(a), len(b))

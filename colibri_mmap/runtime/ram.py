@@ -97,6 +97,14 @@ class RamTier:
             "locked in memory; raise the limit with ulimit -l or LimitMEMLOCK to keep them there",
         )
 
+    @property
+    def sequence_room(self) -> int:
+        """What all sequences may take, where mapped experts give way down to the least."""
+        plan = self.plan
+        buffered = self.pager is not None and self.pager.source.is_buffer
+        experts = plan.expert_budget if buffered else plan.least_expert_bytes
+        return plan.limit - plan.trunk_bytes - plan.anonymous_bytes - experts
+
     def maintain(self) -> None:
         """Give the experts what the program's own memory leaves, which the plan could only guess,
         and compare the pager's book with the page cache; to be called every few tokens."""

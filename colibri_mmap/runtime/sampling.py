@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mmap.errors import ArgumentError, ModelReadError
+from colibri_mmap.runtime.grammar import Matcher
 
 _BLOCK = 64  # logits per block when looking for the largest ones
 
@@ -57,6 +58,26 @@ def _require(holds: bool, name: str, expected: str, value: object) -> None:
         raise ArgumentError(f"{name} must be {expected}, is {value!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of the probabilities that the model itself gave: at temperature 1, without
+    bias, penalties and filters. `top`: (token, logprob) of the likeliest tokens, in order."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+def log_probabilities(logits: Logits, token: int, count: int) -> Logprobs:
+    """Of the chosen token, and of the `count` likeliest ones."""
+    highest = logits.max()
+    total = float(highest) + math.log(np.exp(logits - highest).sum(dtype=np.float64))
+    top = _largest(logits, count) if count else np.empty(0, np.int64)
+    top = top[np.argsort(-logits[top], kind="stable")]
+    return Logprobs(
+        float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in top)
+    )
+
+
 class Sampler:
     """Draws tokens for one reply; the same seed and logits give the same tokens."""
 
@@ -77,8 +98,11 @@ class Sampler:
         )
         self._random = np.random.Generator(np.random.PCG64(sampling.seed))
 
-    def sample(self, logits: Logits, history: Sequence[int]) -> int:
-        """The next token after `history`, given `logits` [vocab_size], which are left unchanged."""
+    def sample(self, logits: Logits, history: Sequence[int], matcher: Matcher | None = None) -> int:
+        """The next token after `history`, given `logits` [vocab_size], which are left unchanged.
+
+        A `matcher` restricts the choice, and is told of it.
+        """
         assert logits.shape == (self._vocab_size,)
         best = int(np.argmax(logits))
         if not math.isfinite(logits[best]):
@@ -86,12 +110,17 @@ class Sampler:
                 "the model computed NaN or infinite logits; its weights may be damaged: run"
                 " `colibri-mmap verify`"
             )
-        if self._bias_ids.size or self._penalises:
+        if self._bias_ids.size or self._penalises or matcher is not None:
             logits = self._adjust(logits, history)
+            if matcher is not None:
+                matcher.mask(logits)
             best = int(np.argmax(logits))
             if logits[best] == -math.inf:
-                raise ArgumentError("logit_bias forbids every token; allow some")
-        return best if self._sampling.temperature == 0 else self._draw(logits)
+                raise ArgumentError("logit_bias forbids every token that may come; allow some")
+        token = best if self._sampling.temperature == 0 else self._draw(logits)
+        if matcher is not None:
+            matcher.accept(token)
+        return token
 
     def _adjust(self, logits: Logits, history: Sequence[int]) -> Logits:
         """A copy of `logits` with bias and penalties applied."""
@@ -158,20 +187,22 @@ class StopMatcher:
         assert all(stops)
         self._stops = tuple(stops)
         self._held = ""
-        self._hit = False
+        self.met: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is safe to show, and whether a stop string has been met."""
-        if self._hit:
+        if self.met is not None:
             return "", True
         held = self._held + text
         found = [
-            (start + len(stop), start) for stop in self._stops if (start := held.find(stop)) >= 0
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := held.find(stop)) >= 0
         ]
         if found:
-            self._hit = True
+            _, start, self.met = min(found)
             self._held = ""
-            return held[: min(found)[1]], True
+            return held[:start], True
         keep = self._possible_start(held)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False

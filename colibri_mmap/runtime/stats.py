@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a process has read so far, and its experts: counts, bytes, seconds."""
+
+    bytes_read: int = 0
+    major_faults: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
+    wait_seconds: float = 0.0
+    prefetched_experts: int = 0
+    prefetch_hits: int = 0
+
+    def __sub__(self, earlier: Counters) -> Counters:
+        names = [field.name for field in fields(self)]
+        return Counters(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
 
 @dataclass(slots=True)
 class Stats:
-    """Figures of the latest generation; seconds, tokens and bytes.
+    """Figures of one reply; seconds, tokens and bytes.
 
     `bytes_read` and `major_faults` are of all of it; those of experts and `wait_seconds`, in which
-    the computation stood still for the disk, are of the tokens after the prompt.
+    the computation stood still for the disk, are of the tokens after the prompt. Replies that are
+    made at the same time share what is read: each has all of it.
     """
 
     prompt_tokens: int = 0
@@ -29,6 +47,17 @@ class Stats:
     prefetched_experts: int = 0
     prefetch_hits: int = 0
     finish_reason: str = ""
+
+    def count(self, whole: Counters, part: Counters) -> None:
+        """Take over what was read for the whole reply, and for the part that is being made."""
+        self.bytes_read, self.major_faults = whole.bytes_read, whole.major_faults
+        self.expert_hits, self.expert_misses = part.expert_hits, part.expert_misses
+        self.wait_seconds = part.wait_seconds
+        self.prefetched_experts, self.prefetch_hits = part.prefetched_experts, part.prefetch_hits
+
+    def end_prompt(self) -> None:
+        """What was counted so far is of the prompt."""
+        self.prefill_bytes_read, self.prefill_wait_seconds = self.bytes_read, self.wait_seconds
 
     @property
     def prefill_tokens_per_second(self) -> float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .sampling import StopMatcher
+from .sampling import Logprobs, StopMatcher
 from .tokenizer import Tokenizer
 
 
@@ -15,6 +15,7 @@ class Token:
 
     id: int
     text: str
+    logprobs: Logprobs | None = None
 
 
 class TokenWriter:
@@ -29,11 +30,16 @@ class TokenWriter:
         self._held: Token | None = None
         self.stopped = False
 
-    def push(self, token: int) -> Iterator[Token]:
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was met."""
+        return self._matcher.met
+
+    def push(self, token: int, logprobs: Logprobs | None = None) -> Iterator[Token]:
         if self._held is not None:
             yield self._held
         text, self.stopped = self._matcher.push(self._stream.push(token))
-        self._held = Token(token, text)
+        self._held = Token(token, text, logprobs)
         if not (self._stream.pending or self._matcher.pending or self.stopped):
             yield self._held
             self._held = None
@@ -44,4 +50,4 @@ class TokenWriter:
             if not self.stopped:
                 text, self.stopped = self._matcher.push(self._stream.flush())
                 rest = text + ("" if self.stopped else self._matcher.flush())
-            yield Token(self._held.id, self._held.text + rest)
+            yield replace(self._held, text=self._held.text + rest)
