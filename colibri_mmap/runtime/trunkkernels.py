@@ -1,0 +1,194 @@
+"""Launches of the kernels of cuda/trunk.cu: names, grids and arguments for rows on a device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .arena import Rows
+from .device import Address, Dimensions
+from .kv import KVShape
+
+MAX_HEAD = 256  # dimensions of a head, at most
+TILE = 128  # keys that a block of the attention kernel takes at a time
+SLICE_WORDS, PLACE_WORDS = 4, 5  # int32, uint64: the structs Slice and Place
+_ROW_VARIANTS = (1, 4, 8)  # rows of a block of the attention kernel
+_THREADS = 256
+_ENOUGH_BLOCKS = 256  # of the attention kernel, to keep a device busy
+_MOST_SHARES = 64
+
+
+class KernelLaunch(NamedTuple):
+    """The arguments of DeviceBackend.launch, except the stream."""
+
+    kernel: str
+    grid: Dimensions
+    block: Dimensions
+    arguments: tuple[int | float, ...]
+
+
+def rms_norm(x: Rows, out: Rows, weight: int, eps: float) -> KernelLaunch:
+    """out = x / sqrt(mean(x^2) + eps) * weight."""
+    where = (Address(x.address), x.stride // 4, Address(out.address), out.stride // 4)
+    return _by_row("rms_norm", x, (*where, Address(weight), x.width, float(eps)))
+
+
+def layer_norm(x: Rows, out: Rows, weight: int, bias: int, eps: float) -> KernelLaunch:
+    """out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, which may be 0: none."""
+    where = (Address(x.address), x.stride // 4, Address(out.address), out.stride // 4)
+    what = (Address(weight), Address(bias), x.width, float(eps))
+    return _by_row("layer_norm", x, (*where, *what))
+
+
+def silu_mul(gate: Rows, up: Rows, out: Rows) -> KernelLaunch:
+    """out = silu(gate) * up"""
+    return _elementwise("silu_mul", out, (*_strided(gate, up, out), out.width))
+
+
+def sigmoid_mul(gate: Rows, up: Rows, out: Rows) -> KernelLaunch:
+    """out = sigmoid(gate) * up"""
+    return _elementwise("sigmoid_mul", out, (*_strided(gate, up, out), out.width))
+
+
+def add_rows(x: Rows, y: Rows) -> KernelLaunch:
+    """x += y"""
+    return _elementwise("add_rows", x, (*_strided(x, y), x.width))
+
+
+def add_bias(x: Rows, bias: int) -> KernelLaunch:
+    """x += bias in every row."""
+    return _elementwise("add_rows", x, (*_strided(x), Address(bias), 0, x.width))
+
+
+def add_gated(x: Rows, y: Rows, gate: Rows) -> KernelLaunch:
+    """x[t] += sigmoid(gate[t]) * y[t]"""
+    return _elementwise("add_gated", x, (*_strided(x, y, gate), x.width))
+
+
+def scale_rows(x: Rows, factors: int, stride: int) -> KernelLaunch:
+    """x[t] *= factors[t * stride]"""
+    return _elementwise("scale_rows", x, (*_strided(x), Address(factors), stride, x.width))
+
+
+def clamp_rows(x: Rows, limit: float) -> KernelLaunch:
+    """Every value into [-limit, limit]."""
+    return _elementwise("clamp_rows", x, (*_strided(x), x.width, float(limit)))
+
+
+def fill_rows(x: Rows, value: float) -> KernelLaunch:
+    """Every value becomes `value`."""
+    return _elementwise("fill_rows", x, (*_strided(x), x.width, float(value)))
+
+
+def copy_rows(x: Rows, out: Rows, index: int = 0) -> KernelLaunch:
+    """out[t] = x[index[t]] for int32 numbers at an address; without, x[t]."""
+    where = (*_strided(x), Address(index), *_strided(out))
+    return _elementwise("copy_rows", out, (*where, out.width))
+
+
+def rope(
+    x: Rows, heads: int, head_size: int, cosines: Rows, sines: Rows, *, half_split: bool
+) -> KernelLaunch:
+    """Rotate the first 2 * pairs numbers of every head, where the tables are [T, pairs]."""
+    pairs = cosines.width
+    tables = (Address(cosines.address), Address(sines.address), cosines.stride // 4)
+    arguments = (*_strided(x), heads, head_size, *tables, pairs, int(half_split))
+    grid = (-(-heads * pairs // _THREADS), x.count, 1)
+    return KernelLaunch("rope", grid, (_THREADS, 1, 1), arguments)
+
+
+class Slices(NamedTuple):
+    """The sequences of a batch: where the table of Slice lies, their number, the most tokens that
+    one brings, and the most positions that one has after the step."""
+
+    table: int
+    number: int
+    tokens: int
+    length: int
+
+
+def append_kv(
+    k: Rows, v: Rows, shape: KVShape, kv_type: str, slices: Slices, places: int
+) -> KernelLaunch:
+    """Write k and v into the caches at `places`."""
+    sizes = (shape.heads, shape.key_size, shape.value_size)
+    elements = shape.heads * (shape.key_size + shape.padded_value_size)
+    grid = (-(-elements // _THREADS), slices.tokens, slices.number)
+    arguments = (*_strided(k, v), *sizes, Address(slices.table), Address(places))
+    return KernelLaunch(f"append_kv_{kv_type}", grid, (_THREADS, 1, 1), arguments)
+
+
+class AttentionGrid(NamedTuple):
+    """How the work of an attention launch is shared out.
+
+    `rows` of a block, blocks of rows of the longest slice, and `shares` that keys are cut into.
+    """
+
+    rows: int
+    row_blocks: int
+    shares: int
+
+    @classmethod
+    def of(cls, slices: Slices, shape: KVShape, group: int) -> AttentionGrid:
+        """For `group` query heads per KV head; shares double as sequences grow."""
+        most = slices.tokens * group
+        rows = next((n for n in _ROW_VARIANTS if n >= min(most, group)), _ROW_VARIANTS[-1])
+        if slices.tokens > 1:
+            rows = _ROW_VARIANTS[-1]
+        row_blocks = -(-most // rows)
+        keys = min(slices.length, shape.window) if shape.window else slices.length
+        wanted = _ENOUGH_BLOCKS // (shape.heads * row_blocks * slices.number)
+        useful = 1 << (-(-keys // TILE) - 1).bit_length()
+        return cls(rows, row_blocks, max(1, min(wanted, useful, _MOST_SHARES)))
+
+    def partial_bytes(self, tokens: int, heads: int, value_size: int) -> int:
+        """What the shares of `tokens` rows take until they are joined."""
+        return 4 * tokens * heads * self.shares * (2 + value_size) if self.shares > 1 else 0
+
+
+def attention(
+    q: Rows,
+    out: Rows,
+    shape: KVShape,
+    kv_type: str,
+    slices: Slices,
+    places: int,
+    grid: AttentionGrid,
+    partial: int,
+    scale: float,
+    sight: tuple[int, int],
+    sinks: int,
+) -> list[KernelLaunch]:
+    """Causal attention; `sight`: window and chunk; `sinks`, `partial`: addresses or 0."""
+    group = q.width // shape.key_size // shape.heads
+    sizes = (grid.row_blocks, group, shape.key_size, shape.value_size)
+    tables = (Address(slices.table), Address(places))
+    where = (*_strided(q, out), *tables, *sizes, float(scale), *sight)
+    launch = KernelLaunch(
+        f"attention_{kv_type}_r{grid.rows}",
+        (shape.heads * grid.row_blocks, grid.shares, slices.number),
+        (TILE, 1, 1),
+        (*where, Address(sinks), Address(partial)),
+    )
+    if grid.shares == 1:
+        return [launch]
+    joined = (Address(partial), *_strided(out), shape.value_size, grid.shares)
+    block = (-(-min(shape.value_size, TILE) // 32) * 32, 1, 1)
+    reduce = KernelLaunch("attention_reduce", (shape.heads * group, q.count, 1), block, joined)
+    return [launch, reduce]
+
+
+def _by_row(kernel: str, x: Rows, arguments: tuple[int | float, ...]) -> KernelLaunch:
+    """A block a row, with up to 1024 threads, eight values or fewer each."""
+    threads = min(1024, max(32, -(-x.width // 4 // 32) * 32))
+    return KernelLaunch(kernel, (x.count, 1, 1), (threads, 1, 1), arguments)
+
+
+def _elementwise(kernel: str, x: Rows, arguments: tuple[int | float, ...]) -> KernelLaunch:
+    """A thread a value."""
+    grid = (-(-x.width // _THREADS), x.count, 1)
+    return KernelLaunch(kernel, grid, (_THREADS, 1, 1), arguments)
+
+
+def _strided(*rows: Rows) -> tuple[int, ...]:
+    """Address and stride in floats of each."""
+    return tuple(word for r in rows for word in (Address(r.address), r.stride // 4))
