@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from shim import Shim
 
 from colibri_mmap.runtime.pool import Launch, Pool, job
 from colibri_mmap.runtime.task import Task
@@ -23,6 +24,14 @@ def run() -> Iterator[Callable[..., None]]:
 
     yield run
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def shim(pytestconfig: pytest.Config) -> Shim:
+    """Runs the CUDA kernels on host addresses; what was built is kept between sessions."""
+    cache = pytestconfig.cache
+    assert cache is not None
+    return Shim(cache.mkdir("shim"))
 
 
 @pytest.fixture

@@ -174,14 +174,13 @@ DEVICE void append(const float* k, int k_stride, const float* v,
     }
 }
 
-#define APPEND(name, HALF)                                                                         \
-    extern "C" __global__ void name(const float* k, int k_stride, const float* v, int v_stride,    \
-                                    int heads, int dk, int dv, const Slice* slices,                \
-                                    const Place* places) {                                         \
-        append<HALF>(k, k_stride, v, v_stride, heads, dk, dv, slices, places);                     \
-    }
-APPEND(append_kv_f16, 1)
-APPEND(append_kv_f32, 0)
+#define APPEND_PARAMETERS                                                                          \
+    const float *k, int k_stride, const float *v, int v_stride, int heads, int dk, int dv,         \
+        const Slice *slices, const Place *places
+#define APPEND_ARGUMENTS k, k_stride, v, v_stride, heads, dk, dv, slices, places
+
+extern "C" __global__ void append_kv_f16(APPEND_PARAMETERS) { append<1>(APPEND_ARGUMENTS); }
+extern "C" __global__ void append_kv_f32(APPEND_PARAMETERS) { append<0>(APPEND_ARGUMENTS); }
 
 // ------------------------------------------------------------------------------ attention
 // The last key that lies too far back for the token at a position; -1 if it sees them all.
@@ -321,20 +320,20 @@ DEVICE void attend(const float* q, int q_stride, float* out,
     }
 }
 
-#define ATTENTION(name, HALF, ROWS)                                                                \
-    extern "C" __global__ void __launch_bounds__(TILE) name(                                       \
-        const float* q, int q_stride, float* out, int out_stride, const Slice* slices,             \
-        const Place* places, int row_blocks, int group, int dk, int dv, float factor, int window,  \
-        int chunk, const float* sinks, float* partial) {                                           \
-        attend<HALF, ROWS>(q, q_stride, out, out_stride, slices, places, row_blocks, group, dk,    \
-                           dv, factor, window, chunk, sinks, partial);                             \
-    }
-ATTENTION(attention_f16_r1, 1, 1)
-ATTENTION(attention_f16_r4, 1, 4)
-ATTENTION(attention_f16_r8, 1, 8)
-ATTENTION(attention_f32_r1, 0, 1)
-ATTENTION(attention_f32_r4, 0, 4)
-ATTENTION(attention_f32_r8, 0, 8)
+#define PARAMETERS                                                                                 \
+    const float *q, int q_stride, float *out, int out_stride, const Slice *slices,                 \
+        const Place *places, int row_blocks, int group, int dk, int dv, float factor, int window,  \
+        int chunk, const float *sinks, float *partial
+#define ARGUMENTS                                                                                  \
+    q, q_stride, out, out_stride, slices, places, row_blocks, group, dk, dv, factor, window,       \
+        chunk, sinks, partial
+
+extern "C" __global__ void attention_f16_r1(PARAMETERS) { attend<1, 1>(ARGUMENTS); }
+extern "C" __global__ void attention_f16_r4(PARAMETERS) { attend<1, 4>(ARGUMENTS); }
+extern "C" __global__ void attention_f16_r8(PARAMETERS) { attend<1, 8>(ARGUMENTS); }
+extern "C" __global__ void attention_f32_r1(PARAMETERS) { attend<0, 1>(ARGUMENTS); }
+extern "C" __global__ void attention_f32_r4(PARAMETERS) { attend<0, 4>(ARGUMENTS); }
+extern "C" __global__ void attention_f32_r8(PARAMETERS) { attend<0, 8>(ARGUMENTS); }
 
 // The shares of every row joined. grid = (heads, tokens)
 extern "C" __global__ void attention_reduce(const float* partial, float* out, int out_stride,

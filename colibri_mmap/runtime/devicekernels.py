@@ -1,0 +1,371 @@
+"""Products on the device: which kernel, which grid, which arguments; callers see addresses only.
+
+T tokens, D width, F hidden width of an expert, G experts in a launch, P (token, expert) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..format.quants import GGMLType, block_geometry
+from .cudasources import COLUMN_COUNTS, FLOAT_TYPES, WEIGHT_TYPES
+from .device import ALIGNMENT, Address, DeviceBackend, Dimensions
+
+SILU, CLAMPED_SWIGLU = 0, 1  # what joins gate and up
+QUANTISED_BLOCK = 32  # activations per scale
+_ROWS = 2  # as ROWS of experts.cu
+_WARPS_WANTED = 4096  # in a launch, to keep the memory of a large GPU busy
+_WARPS_PER_BLOCK = 4
+_DEQUANTISE_THREADS = 128
+_COMBINE_THREADS = 128
+_PARTS = {  # lanes that share a block of weights: PARTS of blocks.cuh
+    GGMLType.Q8_0: 4,
+    GGMLType.Q2_K: 16,
+    GGMLType.Q3_K: 16,
+    GGMLType.Q4_K: 8,
+    GGMLType.Q5_K: 8,
+    GGMLType.Q6_K: 32,
+    GGMLType.IQ4_XS: 16,
+}
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+def supports(type: GGMLType, columns: int) -> bool:
+    """Whether matrices of a type with rows of this length can be multiplied on the device."""
+    if type in FLOAT_TYPES:
+        return columns % 4 == 0 and columns >= 8
+    return type in WEIGHT_TYPES and columns % block_geometry(type)[0] == 0 and columns > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Activations as products take them: int8 with scales, or float32 where d and s are 0.
+
+    x [count, stride]; d and s [count, stride / 32].
+    """
+
+    x: Address
+    d: Address
+    s: Address
+    stride: int
+    count: int
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        return self.x, self.d, self.s, self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The experts of a layer: gate and up [hidden, width], down [width, hidden]."""
+
+    type: GGMLType
+    down_type: GGMLType
+    width: int
+    hidden: int
+    activation: int = SILU
+
+    @property
+    def supported(self) -> bool:
+        return supports(self.type, self.width) and supports(self.down_type, self.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTables:
+    """What the kernels of one layer's experts read beside weights: addresses and who uses them.
+
+    Pairs are sorted by expert, entries are the same pairs by token in router order.
+    """
+
+    addresses: NDArray[np.int64]  # [6, G]: gate, up, down, then their biases or 0
+    entry_downs: NDArray[np.int64]  # [2, P]: down and its bias of each entry
+    starts: NDArray[np.int32]  # [G + 1]: pairs of each expert
+    tokens: NDArray[np.int32]  # [P]: token of each pair
+    entry_starts: NDArray[np.int32]  # [T + 1]: entries of each token
+    entry_pairs: NDArray[np.int32]  # [P]
+    entry_weights: NDArray[np.float32]  # [P]
+
+    @classmethod
+    def of(
+        cls,
+        addresses: NDArray[np.int64],
+        experts: NDArray[np.integer],
+        tokens: NDArray[np.integer],
+        weights: NDArray[np.float32],
+        count: int,
+    ) -> ExpertTables:
+        """Tables for `count` tokens.
+
+        `addresses` [6, G]: gate, up, down and their biases (0: none) of the experts in the launch;
+        `experts` (positions in G), `tokens` and `weights` [P]: the choices, tokens ascending.
+        """
+        groups = addresses.shape[1]
+        order = np.argsort(experts, kind="stable")
+        pairs = np.empty(len(order), np.int32)
+        pairs[order] = np.arange(len(order), dtype=np.int32)
+        return cls(
+            addresses=addresses,
+            entry_downs=addresses[2::3, experts],
+            starts=_starts(experts, groups),
+            tokens=tokens[order].astype(np.int32),
+            entry_starts=_starts(tokens, count),
+            entry_pairs=pairs,
+            entry_weights=weights,
+        )
+
+    @property
+    def groups(self) -> int:
+        return int(self.addresses.shape[1])
+
+    @property
+    def pairs(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def count(self) -> int:
+        return len(self.entry_starts) - 1
+
+    @property
+    def most(self) -> int:
+        """Pairs of the busiest expert."""
+        return int(np.diff(self.starts).max(initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays)
+
+    @property
+    def _arrays(self) -> tuple[NDArray[np.generic], ...]:
+        return (
+            *(self.addresses, self.entry_downs, self.starts, self.tokens),
+            *(self.entry_starts, self.entry_pairs, self.entry_weights),
+        )
+
+    def write(self, target: NDArray[np.uint8]) -> None:
+        """Fill `target` [nbytes], whose copy on the device `DeviceKernels.experts` is given."""
+        start = 0
+        for array in self._arrays:
+            target[start : start + array.nbytes] = (
+                np.ascontiguousarray(array).view(np.uint8).ravel()
+            )
+            start += array.nbytes
+
+    def places(self, address: int) -> tuple[Address, ...]:
+        """Addresses on the device of six tables [G], two [P] and the five others."""
+        places, at = [], address
+        for array in self._arrays:
+            rows = array if array.ndim == 2 else array[None]
+            places += [Address(at + row * rows[0].nbytes) for row in range(len(rows))]
+            at += array.nbytes
+        return tuple(places)
+
+
+def _starts(numbers: NDArray[np.integer], count: int) -> NDArray[np.int32]:
+    starts = np.zeros(count + 1, np.int32)
+    np.cumsum(np.bincount(numbers, minlength=count), out=starts[1:])
+    return starts
+
+
+class DeviceKernels:
+    """Launches products on the compute stream of a device; nothing waits.
+
+    Scratch memory is the caller's, aligned to ALIGNMENT, and in use until the launches are done.
+    """
+
+    def __init__(self, device: DeviceBackend) -> None:
+        self._device = device
+
+    # -------------------------------------------------------------------------- activations
+    @staticmethod
+    def packed_bytes(count: int, width: int) -> int:
+        """Scratch bytes that `pack` needs."""
+        blocks = count * width // QUANTISED_BLOCK
+        return _aligned(count * width) + 2 * _aligned(4 * blocks)
+
+    def pack(
+        self, type: GGMLType, x: int, count: int, width: int, stride: int, scratch: int
+    ) -> Packed:
+        """x float32 [count, width], rows `stride` floats apart, as matrices of `type` take it."""
+        if type in FLOAT_TYPES:
+            return Packed(Address(x), Address(0), Address(0), stride, count)
+        blocks = width // QUANTISED_BLOCK
+        d = Address(scratch + _aligned(count * width))
+        s = Address(d + _aligned(4 * count * blocks))
+        packed = Packed(Address(scratch), d, s, width, count)
+        grid, block = (_up(blocks, _WARPS_PER_BLOCK), count, 1), (32, _WARPS_PER_BLOCK, 1)
+        self._launch("quantise_q8", grid, block, Address(x), packed.x, d, s, stride, width)
+        return packed
+
+    # -------------------------------------------------------------------------- one matrix
+    def matvec(
+        self,
+        matrix: int,
+        type: GGMLType,
+        rows: int,
+        columns: int,
+        packed: Packed,
+        out: int,
+        out_stride: int,
+    ) -> None:
+        """out[t] = matrix [rows, columns] . x[t], rows of out `out_stride` floats apart."""
+        n = _columns(packed.count)
+        tiles = _up(packed.count, n)
+        grid_x, block = _tiling(type, columns, _up(rows, _ROWS), tiles)
+        self._launch(
+            f"matvec_{type.name.lower()}_c{n}",
+            *((grid_x, tiles, 1), block),
+            *(Address(matrix), *packed.arguments, Address(out), out_stride),
+            *(rows, columns, packed.count),
+        )
+
+    def dequantise(self, matrix: int, type: GGMLType, rows: int, columns: int, out: int) -> None:
+        """out float32 [rows, columns] = matrix."""
+        grid = (_up(rows * _units(type, columns), _DEQUANTISE_THREADS), 1, 1)
+        arguments = (Address(matrix), Address(out), rows, columns)
+        block = (_DEQUANTISE_THREADS, 1, 1)
+        self._launch(f"dequantise_{type.name.lower()}", grid, block, *arguments)
+
+    # -------------------------------------------------------------------------- experts
+    @staticmethod
+    def experts_bytes(shape: ExpertShape, pairs: int) -> int:
+        """Scratch bytes that `experts` needs."""
+        hidden = _aligned(4 * pairs * shape.hidden)
+        packed = DeviceKernels.packed_bytes(pairs, shape.hidden)
+        return hidden + packed + _aligned(4 * pairs * shape.width)
+
+    def experts(
+        self,
+        shape: ExpertShape,
+        tables: ExpertTables,
+        address: int,
+        packed: Packed,
+        scratch: int,
+        out: int,
+        out_stride: int,
+        add: bool = False,
+    ) -> None:
+        """out[t] = (out[t] +) the weighted sum of the outputs of token t's experts on x[t].
+
+        `address`: the device's copy of `tables`; `packed`: x [T, width] for `shape.type`.
+        """
+        hidden = Address(scratch)
+        self._gate_up(shape, tables, address, packed, hidden)
+        behind = scratch + _aligned(4 * tables.pairs * shape.hidden)
+        size = tables.pairs, shape.hidden
+        rows = self.pack(shape.down_type, hidden, *size, shape.hidden, behind)
+        y = Address(behind + self.packed_bytes(*size))
+        if tables.most == 1:
+            self._down_weighted(shape, tables, address, rows, out, out_stride, add)
+        else:
+            self._down(shape, tables, address, rows, y)
+            self._combine(shape, tables, address, y, out, out_stride, add)
+
+    def _gate_up(
+        self,
+        shape: ExpertShape,
+        tables: ExpertTables,
+        address: int,
+        packed: Packed,
+        hidden: Address,
+    ) -> None:
+        n = _columns(tables.most)
+        tiles = _up(tables.most, n)
+        grid_x, block = _tiling(shape.type, shape.width, shape.hidden, tables.groups * tiles)
+        gates, ups, _, gate_biases, up_biases, *_, starts, tokens = tables.places(address)[:10]
+        self._launch(
+            f"gate_up_{shape.type.name.lower()}_c{n}",
+            *((grid_x, tables.groups, tiles), block),
+            *(gates, ups, gate_biases, up_biases, starts, tokens, *packed.arguments, hidden),
+            *(shape.hidden, shape.width, shape.activation),
+        )
+
+    def _down_weighted(
+        self,
+        shape: ExpertShape,
+        tables: ExpertTables,
+        address: int,
+        hidden: Packed,
+        out: int,
+        out_stride: int,
+        add: bool,
+    ) -> None:
+        columns = shape.hidden * _up(tables.pairs, tables.count)
+        tiling = _tiling(shape.down_type, columns, _up(shape.width, _ROWS), tables.count)
+        downs, biases, _, _, starts, pairs, weights = tables.places(address)[6:]
+        self._launch(
+            f"down_weighted_{shape.down_type.name.lower()}",
+            *((tiling[0], tables.count, 1), tiling[1]),
+            *(downs, biases, starts, pairs, weights, *hidden.arguments),
+            *(Address(out), out_stride, shape.width, shape.hidden, int(add)),
+        )
+
+    def _down(
+        self, shape: ExpertShape, tables: ExpertTables, address: int, hidden: Packed, y: Address
+    ) -> None:
+        n = _columns(tables.most)
+        tiles = _up(tables.most, n)
+        row_groups = _up(shape.width, _ROWS)
+        grid_x, block = _tiling(shape.down_type, shape.hidden, row_groups, tables.groups * tiles)
+        places = tables.places(address)
+        self._launch(
+            f"down_{shape.down_type.name.lower()}_c{n}",
+            *((grid_x, tables.groups, tiles), block),
+            *(places[2], places[5], places[8], *hidden.arguments, y, shape.width, shape.hidden),
+        )
+
+    def _combine(
+        self,
+        shape: ExpertShape,
+        tables: ExpertTables,
+        address: int,
+        y: Address,
+        out: int,
+        out_stride: int,
+        add: bool,
+    ) -> None:
+        starts, pairs, weights = tables.places(address)[10:]
+        grid = (_up(shape.width, _COMBINE_THREADS), tables.count, 1)
+        arguments = (y, starts, pairs, weights, Address(out), out_stride, shape.width, int(add))
+        self._launch("combine_pairs", grid, (_COMBINE_THREADS, 1, 1), *arguments)
+
+    def _launch(
+        self, kernel: str, grid: Dimensions, block: Dimensions, *arguments: int | float
+    ) -> None:
+        self._device.launch(kernel, grid, block, arguments, self._device.compute)
+
+
+def _aligned(nbytes: int) -> int:
+    return _up(nbytes, ALIGNMENT) * ALIGNMENT
+
+
+def _up(n: int, per: int) -> int:
+    return -(-n // per)
+
+
+def _columns(count: int) -> int:
+    """The kernel's number of columns for `count` tokens that share a matrix."""
+    return next((n for n in COLUMN_COUNTS if n >= count), COLUMN_COUNTS[-1])
+
+
+def _units(type: GGMLType, columns: int) -> int:
+    """What the lanes share among them of a row."""
+    weights = 4 if type in FLOAT_TYPES else block_geometry(type)[0]
+    return columns // weights * (1 if type in FLOAT_TYPES else _PARTS.get(type, 2))
+
+
+def _tiling(type: GGMLType, columns: int, row_groups: int, others: int) -> tuple[int, Dimensions]:
+    """Blocks along the rows and the threads of a block, for `row_groups` in `others` parts."""
+    together = 1  # warps that share the units of a row group
+    units = _units(type, columns)
+    while (
+        together < _WARPS_PER_BLOCK
+        and row_groups * others * together < _WARPS_WANTED
+        and units >= 2 * together * 32
+    ):
+        together *= 2
+    groups = _WARPS_PER_BLOCK // together
+    return _up(row_groups, groups), (32, together, groups)
