@@ -168,6 +168,6 @@ def probe(environment: Mapping[str, str] = os.environ) -> DeviceBackend | str:
     if wanted != "cuda":
         raise ArgumentError(f"{DEVICE_VARIABLE}={wanted}: choose cuda, host or none")
     from .cuda import open_cuda
-    from .devicekernels import cuda_sources
+    from .cudasources import cuda_sources
 
     return open_cuda(cuda_sources())
