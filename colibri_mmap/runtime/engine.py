@@ -111,7 +111,7 @@ class Engine:
             self.context_length,
             self._model.length_limit,
             Transcripts(),
-            self._counters,
+            self.counters,
         )
 
     @classmethod
@@ -338,7 +338,7 @@ class Engine:
             self._steps += 1
             return logits
 
-    def _counters(self) -> Counters:
+    def counters(self) -> Counters:
         """What this process has read so far, and the experts of this engine."""
         io, paged = io_counters(), self._pager.stats if self._pager else PagerStats()
         return Counters(
