@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-HALF_LIFE = 200.0  # steps
+HALF_LIFE = 100.0  # steps
 HYSTERESIS = 1.25
 PROTECTED_STEPS = 2.0
 PROTECTED_SHARE = 8  # one in so many slots of a class may be protected at a time
