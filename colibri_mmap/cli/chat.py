@@ -12,6 +12,7 @@ import typer
 
 from colibri_mmap.cli import options
 from colibri_mmap.cli.options import count_or_none
+from colibri_mmap.cli.templates import decoded, template_source
 from colibri_mmap.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def chat(
         logit_bias=dict(_bias(text) for text in logit_bias or ()),
         ignore_eos=ignore_eos,
     )
-    template_source = _template_source(chat_template, chat_template_file)
+    source = template_source(chat_template, chat_template_file)
     memory = ram_settings(
         ram=ram,
         io=io,
@@ -119,8 +120,8 @@ def chat(
         trace_file=trace,
     ) as engine:
         template = None
-        if template_source is not None:
-            template = ChatTemplate.of(engine.tokenizer, template_source)
+        if source is not None:
+            template = ChatTemplate.of(engine.tokenizer, source)
         settings = ReplySettings(sampling, count_or_none(n_predict), template)
         if message is not None:
             _reply_once(engine, message, system_prompt, settings, as_json=as_json, verbose=verbose)
@@ -134,9 +135,9 @@ def _one_shot_message(prompt: str | None, file: Path | None) -> str | None:
     """What -p, -f and a piped stdin say, in this order; None in a terminal without -p and -f."""
     parts = [] if prompt is None else [prompt]
     if file is not None:
-        parts.append(_text(file.read_bytes(), str(file)))
+        parts.append(decoded(file.read_bytes(), str(file)))
     if not sys.stdin.isatty():
-        parts.append(_text(sys.stdin.buffer.read(), "standard input"))
+        parts.append(decoded(sys.stdin.buffer.read(), "standard input"))
     elif not parts:
         return None
     message = "\n\n".join(part for part in (part.rstrip("\n") for part in parts) if part)
@@ -145,37 +146,12 @@ def _one_shot_message(prompt: str | None, file: Path | None) -> str | None:
     return message
 
 
-def _text(content: bytes, source: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ArgumentError(f"{source} is not UTF-8 text") from None
-
-
 def _bias(text: str) -> tuple[int, float]:
     """Token id and bias of one --logit-bias, as llama.cpp writes it: `15043+1`, `15043-inf`."""
     match = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*|\.\d+))", text)
     if match is None:
         raise ArgumentError(f"--logit-bias {text}: expected TOKEN_ID+BIAS or TOKEN_ID-BIAS")
     return int(match[1]), float(match[2])
-
-
-def _template_source(template: str | None, file: Path | None) -> str | None:
-    """The Jinja of --chat-template, which may be a name, or of --chat-template-file."""
-    if template is not None and file is not None:
-        raise ArgumentError("--chat-template and --chat-template-file exclude each other")
-    if file is not None:
-        return _text(file.read_bytes(), str(file))
-    if template is None or "{" in template:
-        return template
-    from colibri_mmap.runtime.template import CHATML, INST, PLAIN
-
-    named = {"chatml": CHATML, "inst": INST, "plain": PLAIN}
-    if template not in named:
-        raise ArgumentError(
-            f"--chat-template {template}: choose from {', '.join(named)}, or give Jinja"
-        )
-    return named[template]
 
 
 def _reply_once(
