@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI and Anthropic APIs, and the models that answer them."""
