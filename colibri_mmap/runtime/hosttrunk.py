@@ -199,6 +199,7 @@ def _attention(
     slices: int,
     places: int,
     row_blocks: int,
+    most: int,
     group: int,
     dk: int,
     dv: int,

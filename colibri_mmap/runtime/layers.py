@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ..format.experts import block_count
 from ..format.gguf import GGUF
@@ -32,6 +32,9 @@ from .rope import Rope, RopeFrequencies, rope_frequencies
 from .routing import RouterShape, route
 from .task import Task
 from .weights import Matrix, Vector, Weights
+
+if TYPE_CHECKING:
+    from .placement import PlacedTrunk
 
 
 class GatedFeedForward:
@@ -254,8 +257,10 @@ class Decoder:
     """The pre-norm decoder-only transformer: embedding, blocks, final norm, output head.
 
     `rope` is what the mixers rotate with, None where none of them does. Embeddings and logits are
-    multiplied by their factors.
+    multiplied by their factors. `placed` says which of the last blocks run on a device.
     """
+
+    placed: PlacedTrunk | None = None
 
     def __init__(
         self,
@@ -309,16 +314,34 @@ class Decoder:
 
     def forward(self, batch: Batch) -> Rows:
         """Logits [wanted, V] of a batch, whose tokens are appended to their caches."""
-        ops = self.ops
+        ops, placed = self.ops, self.placed
         x = ops.embed(self.token_embd, batch.tokens)
         if self.embedding_factor.values != 1:
             ops.scale(x, self.embedding_factor)
+        on_cpu = len(self.blk) if placed is None else placed.layers.start
+        self._run(self.blk[:on_cpu], x, ops, batch)
+        if placed is None:
+            return self._logits(ops.select(x, batch.wanted), ops)
+        device = placed.ops
+        with device.step(batch):
+            x = device.from_host(x)
+            # They use no more than Operations: placement.py has seen to it.
+            self._run(self.blk[on_cpu:], x, cast(Ops, device), batch)
+            wanted = device.select(x, batch.wanted)
+            if placed.has_head and wanted.count <= placed.head_rows:
+                return device.to_host(self._logits(wanted, device))
+            wanted = device.to_host(wanted)
+        return self._logits(wanted, ops)
+
+    def _run(self, blocks: Sequence[Block], x: Rows, ops: Ops, batch: Batch) -> None:
         rope = None if self.rope is None else ops.rope_table(self.rope, batch)
-        for block in self.blk:
+        for block in blocks:
             with ops.temporaries():
                 block.add_to(x, ops, batch, rope)
-        wanted = self.output_norm(ops.select(x, batch.wanted), ops)
-        logits = ops.linear(wanted, self.output)
+
+    def _logits(self, x: Rows, ops: Operations) -> Rows:
+        """Logits of rows that all blocks have added to."""
+        logits = ops.linear(self.output_norm(x, ops), self.output)
         if self.output_bias is not None:
             ops.add_bias(logits, self.output_bias)
         if self.logit_factor.values != 1:

@@ -120,25 +120,29 @@ def append_kv(
 class AttentionGrid(NamedTuple):
     """How the work of an attention launch is shared out.
 
-    `rows` of a block, blocks of rows of the longest slice, and `shares` that keys are cut into.
+    `rows` of a block, blocks of rows of the longest slice, `shares` that keys are cut into at most,
+    and those that there are.
     """
 
     rows: int
     row_blocks: int
+    most: int
     shares: int
 
     @classmethod
     def of(cls, slices: Slices, shape: KVShape, group: int) -> AttentionGrid:
-        """For `group` query heads per KV head; shares double as sequences grow."""
-        most = slices.tokens * group
-        rows = next((n for n in _ROW_VARIANTS if n >= min(most, group)), _ROW_VARIANTS[-1])
-        if slices.tokens > 1:
-            rows = _ROW_VARIANTS[-1]
-        row_blocks = -(-most // rows)
-        keys = min(slices.length, shape.window) if shape.window else slices.length
-        wanted = _ENOUGH_BLOCKS // (shape.heads * row_blocks * slices.number)
-        useful = 1 << (-(-keys // TILE) - 1).bit_length()
-        return cls(rows, row_blocks, max(1, min(wanted, useful, _MOST_SHARES)))
+        """For `group` query heads per KV head; shares double as sequences grow.
+
+        How the keys of a token are cut does not depend on the sequences beside it.
+        """
+        rows = _ROW_VARIANTS[-1]
+        if slices.tokens == 1:
+            rows = next((n for n in _ROW_VARIANTS if n >= group), rows)
+        row_blocks = -(-slices.tokens * group // rows)
+        most = max(1, min(_ENOUGH_BLOCKS // (shape.heads * row_blocks), _MOST_SHARES))
+        keys = min(slices.length, shape.window + slices.tokens) if shape.window else slices.length
+        tiles = -(-(keys + 16) // TILE)  # the first key is a multiple of 16
+        return cls(rows, row_blocks, most, min(most, 1 << (tiles - 1).bit_length()))
 
     def partial_bytes(self, tokens: int, heads: int, value_size: int) -> int:
         """What the shares of `tokens` rows take until they are joined."""
@@ -160,7 +164,7 @@ def attention(
 ) -> list[KernelLaunch]:
     """Causal attention; `sight`: window and chunk; `sinks`, `partial`: addresses or 0."""
     group = q.width // shape.key_size // shape.heads
-    sizes = (grid.row_blocks, group, shape.key_size, shape.value_size)
+    sizes = (grid.row_blocks, grid.most, group, shape.key_size, shape.value_size)
     tables = (Address(slices.table), Address(places))
     where = (*_strided(q, out), *tables, *sizes, float(scale), *sight)
     launch = KernelLaunch(

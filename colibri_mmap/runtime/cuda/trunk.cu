@@ -194,12 +194,13 @@ DEVICE int last_hidden(int position, int window, int chunk) {
 // share of the keys, in tiles through an online softmax. grid = (KV heads * row blocks, shares,
 // slices), block = TILE threads. In a tile every thread computes the scores of one key, then the
 // block the softmax of every row, then every thread sums some values of one or two dimensions.
+// How the keys are cut depends on their number and on `most` shares only, not on other sequences.
 // With one share rows are written to `out`; with more maximum, sum and weighted values of every
 // share to partial [token * heads + head][share][2 + d_v], for attention_reduce.
 template <int HALF, int ROWS>
 DEVICE void attend(const float* q, int q_stride, float* out,
                                               int out_stride, const Slice* slices,
-                                              const Place* places, int row_blocks, int group,
+                                              const Place* places, int row_blocks, int most, int group,
                                               int dk, int dv, float factor, int window, int chunk,
                                               const float* sinks, float* partial) {
     __shared__ float queries[MAX_HEAD * ROWS]; // [d][row]
@@ -227,7 +228,8 @@ DEVICE void attend(const float* q, int q_stride, float* out,
     const int oldest = slice.position + first / group;
     const int newest = slice.position + (first + rows - 1) / group;
     const int begin = (last_hidden(oldest, window, chunk) + 1) / 16 * 16;
-    const int share = ((newest + 1 - begin + shares - 1) / shares + TILE - 1) / TILE * TILE;
+    const int tiles = (newest + 1 - begin + TILE - 1) / TILE;
+    const int share = (tiles + most - 1) / most * TILE;
     const int start = begin + blockIdx.y * share;
     const int stop = start + share < newest + 1 ? start + share : newest + 1;
     const int ring = (int)place.ring;
@@ -322,11 +324,11 @@ DEVICE void attend(const float* q, int q_stride, float* out,
 
 #define PARAMETERS                                                                                 \
     const float *q, int q_stride, float *out, int out_stride, const Slice *slices,                 \
-        const Place *places, int row_blocks, int group, int dk, int dv, float factor, int window,  \
-        int chunk, const float *sinks, float *partial
+        const Place *places, int row_blocks, int most, int group, int dk, int dv, float factor,   \
+        int window, int chunk, const float *sinks, float *partial
 #define ARGUMENTS                                                                                  \
-    q, q_stride, out, out_stride, slices, places, row_blocks, group, dk, dv, factor, window,       \
-        chunk, sinks, partial
+    q, q_stride, out, out_stride, slices, places, row_blocks, most, group, dk, dv, factor,         \
+        window, chunk, sinks, partial
 
 extern "C" __global__ void attention_f16_r1(PARAMETERS) { attend<1, 1>(ARGUMENTS); }
 extern "C" __global__ void attention_f16_r4(PARAMETERS) { attend<1, 4>(ARGUMENTS); }

@@ -1,0 +1,186 @@
+"""The last blocks of a model placed on a device: which can be, what that takes, and doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .attention import GroupedQueryAttention
+from .device import Address, DeviceBackend, DeviceMemory
+from .devicearena import aligned
+from .devicekernels import supports
+from .deviceops import FEW, DeviceOps
+from .experts import ExpertStore
+from .kv import KVCache
+from .layers import Block, Decoder
+from .trunkkernels import MAX_HEAD
+from .weights import Matrix, Vector
+
+Weight = Matrix | Vector
+
+SCRATCH_BYTES = 512 << 20  # intermediate values of a step of STEP_TOKENS, at most about
+_PIECE_BYTES = 16 << 20  # of weights that are read and sent at a time
+
+
+class Supported(NamedTuple):
+    """How many of the last blocks a device can run, and why not more; empty if all."""
+
+    layers: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrunkBytes:
+    """What placing the last `layers` blocks takes of a device's memory, without KV and experts."""
+
+    weights: int
+    head: int
+
+
+class PlacedTrunk:
+    """Blocks that run on a device, numbered `layers`, and the output head if `has_head`.
+
+    `ops` are their operations; up to `head_rows` rows at a time go through the head there.
+    """
+
+    head_rows = FEW
+
+    def __init__(
+        self, ops: DeviceOps, layers: range, has_head: bool, memory: list[DeviceMemory]
+    ) -> None:
+        self.ops, self.layers, self.has_head = ops, layers, has_head
+        self._memory = memory
+
+    def attach(self, cache: KVCache, length: int) -> None:
+        """Take memory for the first `length` tokens of a sequence now; ResourceError."""
+        self.ops.attach(cache, length)
+
+    def close(self) -> None:
+        """Give all memory back, that of sequences' caches too; safe to call twice."""
+        self.ops.close()
+        while self._memory:
+            self._memory.pop().free()
+
+
+def supported_layers(model: Decoder) -> Supported:
+    """How many of the last blocks can be placed."""
+    if model.ops.mode != "int8":
+        return Supported(0, f"mode {model.ops.mode} computes on the CPU")
+    for count, block in enumerate(reversed(model.blk)):
+        reason = _obstacle(block)
+        if reason:
+            return Supported(count, f"block {len(model.blk) - 1 - count}: {reason}")
+    return Supported(len(model.blk), "")
+
+
+def trunk_bytes(model: Decoder, layers: int) -> TrunkBytes:
+    """What the weights of the last `layers` blocks, and those of the output head, take."""
+    blocks = model.blk[len(model.blk) - layers :]
+    return TrunkBytes(_nbytes(_weights_of(blocks)), _nbytes(_head_weights(model)))
+
+
+def place_trunk(
+    model: Decoder, backend: DeviceBackend, layers: int, *, head: bool = False
+) -> PlacedTrunk:
+    """Upload the last `layers` blocks, and with `head` the output head, which needs all blocks.
+
+    The model runs them on the device from then on. OutOfDeviceMemory.
+    """
+    assert layers <= supported_layers(model).layers
+    assert not head or layers == len(model.blk)
+    numbers = range(len(model.blk) - layers, len(model.blk))
+    weights = list(_weights_of(model.blk[numbers.start :]))
+    if head:
+        weights += _head_weights(model)
+    memory: list[DeviceMemory] = []
+    try:
+        placed = _upload(backend, weights, memory)
+        ops = DeviceOps(backend, model.ops, placed, numbers)
+    except BaseException:
+        for part in memory:
+            part.free()
+        raise
+    model.placed = PlacedTrunk(ops, numbers, head, memory)
+    return model.placed
+
+
+def _obstacle(block: Block) -> str:
+    """Why a block cannot run on a device; empty if it can."""
+    mixer = block.mixer
+    if not isinstance(mixer, GroupedQueryAttention):
+        return f"{type(mixer).__name__} runs on the CPU only"
+    largest = max(mixer.shape.key_size, mixer.shape.value_size)
+    if largest > MAX_HEAD:
+        return f"heads of {largest} dimensions; up to {MAX_HEAD} run on a GPU"
+    for weight in _weights_of(block):
+        if isinstance(weight, Matrix) and not supports(weight.type, weight.columns):
+            return f"no GPU kernel for {weight.type.name} with rows of {weight.columns}"
+    return ""
+
+
+def _weights_of(part: object) -> Iterator[Weight]:
+    """The weights that a block or a part of one holds, each once; experts are their store's."""
+    seen: set[int] = set()
+    pending = [part]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, (Matrix, Vector)):
+            if found.address not in seen:
+                seen.add(found.address)
+                yield found
+        elif isinstance(found, (list, tuple)):
+            pending += reversed(found)
+        elif type(found).__module__.startswith(__package__) and not isinstance(found, ExpertStore):
+            pending += reversed(_attributes(found))
+
+
+def _attributes(part: object) -> list[object]:
+    if is_dataclass(part):
+        return [getattr(part, field.name) for field in fields(part)]
+    return list(vars(part).values())
+
+
+def _head_weights(model: Decoder) -> list[Weight]:
+    weights: list[object] = [model.output_norm, model.output, model.output_bias, model.logit_factor]
+    return list(_weights_of(weights))
+
+
+def _bytes_of(weight: Weight) -> NDArray[np.uint8]:
+    raw = weight.raw() if isinstance(weight, Matrix) else weight.values.view(np.uint8)
+    return raw.reshape(-1)
+
+
+def _nbytes(weights: Iterator[Weight] | Sequence[Weight]) -> int:
+    return sum(aligned(w.rows * w.row_bytes if isinstance(w, Matrix) else 4 * w.n) for w in weights)
+
+
+def _upload(
+    backend: DeviceBackend, weights: Sequence[Weight], memory: list[DeviceMemory]
+) -> dict[int, Address]:
+    """Host address to device address of weights, which are sent through two pinned buffers."""
+    total = _nbytes(weights)
+    if not total:
+        return {}
+    memory.append(backend.allocate(total))
+    place, placed = int(memory[0].address), {}
+    buffers = [backend.allocate_staging(_PIECE_BYTES) for _ in range(2)]
+    sent = [backend.record(backend.compute) for _ in buffers]
+    turn = 0
+    for weight in weights:
+        source = _bytes_of(weight)
+        for start in range(0, len(source), _PIECE_BYTES):
+            piece = source[start : start + _PIECE_BYTES]
+            backend.synchronize(sent[turn])
+            buffers[turn][: len(piece)] = piece
+            backend.upload(place + start, buffers[turn][: len(piece)], backend.compute)
+            sent[turn] = backend.record(backend.compute)
+            turn = 1 - turn
+        placed[weight.address] = Address(place)
+        place += aligned(len(source))
+    for event in sent:
+        backend.synchronize(event)
+    return placed
