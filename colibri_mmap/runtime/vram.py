@@ -99,8 +99,9 @@ class VramCache:
                 number = int(numbers[position])
                 self._await(slot)
                 addresses[position] = self._memory.address + policy.place(slot)[0]
-                policy.hold(slot)
-                self._reading[number] = slot
+                if number not in self._reading:  # else its release was forgotten, by a Ctrl-C
+                    policy.hold(slot)
+                    self._reading[number] = slot
                 if number in self._prefetched:
                     self._prefetched.remove(number)
                     self.stats.prefetch_hits += 1
