@@ -32,15 +32,16 @@ class Request:
     """What to continue, and how.
 
     `ids` is the prompt. `chat_prompt` is its text where it is the rendered one of a chat: what is
-    said keeps its ids when the chat goes on (Transcripts). `logprobs`: how many alternatives are
-    named with every token; None: no probabilities. `deadline`, in time.monotonic(), is observed by
-    the batcher.
+    said keeps its ids when the chat goes on (Transcripts). `shown` are control tokens that have a
+    text in the reply. `logprobs`: how many alternatives are named with every token; None: no
+    probabilities. `deadline`, in time.monotonic(), is observed by the batcher.
     """
 
     ids: Sequence[int]
     max_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     chat_prompt: str | None = None
+    shown: frozenset[int] = frozenset()
     logprobs: int | None = None
     grammar: Grammar | None = None
     deadline: float | None = None
@@ -90,7 +91,7 @@ class Generation:
         self.text = ""  # all that has come out; `ids` may be ahead of it
         self._limit = min(request.max_tokens or context, context - prompt)
         self._sampler = Sampler(request.sampling, tokenizer.vocab_size)
-        self._writer = TokenWriter(tokenizer, request.sampling.stop)
+        self._writer = TokenWriter(tokenizer, request.sampling.stop, request.shown)
         self._matcher = request.grammar.matcher(tokenizer) if request.grammar else None
         self._began = self._decode_began = 0.0  # seconds; 0: not yet
         self._counted_from = self._part_counted_from = Counters()
@@ -185,8 +186,10 @@ class Generation:
         if self.request.chat_prompt is None:
             return
         reply = self.ids[self.stats.prompt_tokens :]
-        decode = self._surroundings.tokenizer.decode
-        if decode(reply, skip_special=True, at_start=False) == self.text:
+        stream = self._surroundings.tokenizer.stream(
+            skip_special=True, at_start=False, shown=self.request.shown
+        )
+        if "".join(map(stream.push, reply)) + stream.flush() == self.text:
             self._surroundings.transcripts.keep(self.request.chat_prompt + self.text, self.ids)
 
     # -------------------------------------------------------------------------- figures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from .sampling import Logprobs, StopMatcher
@@ -24,8 +24,11 @@ class TokenWriter:
     A token is held back while its text is incomplete, so that what remains at the end can be added.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
-        self._stream = tokenizer.stream(skip_special=True, at_start=False)
+    def __init__(
+        self, tokenizer: Tokenizer, stops: tuple[str, ...], shown: Collection[int] = ()
+    ) -> None:
+        """Of control tokens only those in `shown` have a text."""
+        self._stream = tokenizer.stream(skip_special=True, at_start=False, shown=shown)
         self._matcher = StopMatcher(stops)
         self._held: Token | None = None
         self.stopped = False
