@@ -19,7 +19,7 @@ from colibri_mmap.errors import ArgumentError
 from colibri_mmap.runtime.tokenizer import Tokenizer
 
 # Bounded: a model that may write any amount of white space sometimes never ends.
-_WHITE_SPACE = r"[ \t]{1,20}|\r?\n[ \t]{0,40}"
+WHITE_SPACE = r"[ \t]{1,20}|\r?\n[ \t]{0,40}"
 _MARKER = re.compile(r"<\|.+\|>")
 _LONGEST_REASON = 200  # characters
 
@@ -192,7 +192,7 @@ def _with_options(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     """The schema with our bounds on white space."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    return {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
 
 
 def _one_line(message: str) -> str:
