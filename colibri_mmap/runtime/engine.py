@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from operator import index
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,12 +21,14 @@ from . import scheduler
 from .experts import ExpertStore
 from .generation import Generation, Request, Surroundings
 from .kv import STEP_TOKENS, KVCache, Trace, cache_bytes
+from .modelkey import model_key
 from .models import load_model
 from .ops import Mode, Ops
 from .pager import PagerStats
 from .pages import io_counters
 from .pool import Pool
 from .predict import RouterPredictor
+from .prefixstore import PrefixStore
 from .processor import default_threads
 from .profile import load_profile
 from .ram import PLANNED_CONTEXT, RamSettings, RamTier, open_ram_tier
@@ -50,8 +53,8 @@ class Engine:
     """An open model; a context manager.
 
     `generate` and `chat` make one reply at a time; successive ones reuse the keys and values of the
-    tokens they have in common. `prepare` and `run` are for those who make several (Batcher): steps
-    may be run from any thread, one after the other.
+    tokens they have in common, with a `store` also those of earlier ones. `prepare` and `run` are
+    for those who make several (Batcher): steps may be run from any thread, one after the other.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Engine:
         self.notices = [*self.tokenizer.notices, *self.template.notices, *self._context_notices()]
         self.notices += self._tier.notices
         self.stats = Stats()
+        self.store: PrefixStore | None = None  # for `generate` and `chat`; its owner closes it
         self._generation: Generation | None = None  # whose sequence is the engine's own
         self._surroundings = Surroundings(
             self.tokenizer,
@@ -265,13 +269,18 @@ class Engine:
     ) -> Generator[Token, None, None]:
         self._check_open()
         self._generation, self.stats = generation, generation.stats
-        generation.begin(self._sequence)
+        store, sequence = self.store, self._sequence
+        if store is not None:
+            sequence = store.take(generation.ids)
+        generation.begin(sequence)
         total = len(generation.ids)
         try:
             while not generation.finished:
                 if progress is not None and generation.stats.generated_tokens == 0:
-                    progress(len(self._sequence.ids), total)
+                    progress(len(sequence.ids), total)
                 logits = self.run([generation])
+                if store is not None and generation.stats.generated_tokens == 0:
+                    store.checkpoint(sequence)
                 if not len(logits):
                     continue
                 if progress is not None and generation.stats.generated_tokens == 0:
@@ -282,6 +291,32 @@ class Engine:
         finally:
             if not generation.finished:
                 generation.end("cancelled")
+            if store is not None:
+                store.give(sequence)
+
+    def prefix_store(
+        self,
+        *,
+        ram_bytes: int,
+        directory: Path | None = None,
+        disk_bytes: int = 0,
+        notify: Callable[[str], None] = lambda notice: None,
+    ) -> PrefixStore:
+        """A store for this engine's sequences, in memory and in a directory; see PrefixStore."""
+        return PrefixStore(
+            self.new_sequence,
+            model_key(self.gguf, self.mode, self.kv_type, self._model.kv_shapes),
+            ram_bytes=ram_bytes,
+            directory=directory,
+            disk_bytes=disk_bytes,
+            length_limit=self._model.length_limit,
+            notify=notify,
+        )
+
+    @property
+    def transcripts(self) -> Transcripts:
+        """The ids of what was said."""
+        return self._surroundings.transcripts
 
     # -------------------------------------------------------------------------- several replies
     def prepare(self, request: Request) -> Generation:

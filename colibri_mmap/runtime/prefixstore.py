@@ -24,6 +24,7 @@ from .sessionfiles import BLOCK, Kind, Part, chained, common_prefix
 from .snapshots import Checkpoint, gather, without_the_closest
 
 _TRIFLE = 32  # tokens that are sooner computed again than a sequence is copied or read
+_SMALL_PART = 16  # what is lost of a sequence by less than one in so many is no reason to copy it
 _MOST_CHECKPOINTS = 16  # of a sequence
 _NEWEST = 4  # of them that are kept in any case: ends of prompts and replies
 
@@ -77,6 +78,7 @@ class PrefixStore:
         In `directory` up to `disk_bytes` are kept. `length_limit` is the model's (scheduler.py).
         `notify` gets one line when files cannot be used or written, from any thread.
         """
+        self.model = model
         self._new_sequence, self._ram_bytes = new_sequence, ram_bytes
         self._cuttable = new_sequence().cache.cuttable
         self._length_limit = length_limit
@@ -121,6 +123,8 @@ class PrefixStore:
             mirror.to_host(len(sequence.ids))
         idle = _Idle(sequence, _tokens(sequence.ids), written=self._directory is None)
         with self._changed:
+            if self._closing:
+                return
             for other in [other for other in self._idle if self._is_part(other, idle)]:
                 cache.checkpoints = _merged(cache.checkpoints, other.cache.checkpoints)
                 self._idle.remove(other)
@@ -171,8 +175,10 @@ class PrefixStore:
         return best
 
     def _moved(self, idle: _Idle, length: int) -> Sequence:
-        """The sequence itself, cut to `length`, or a copy if much of it would be lost."""
-        if len(idle.tokens) - length <= _TRIFLE:
+        """The sequence itself, cut to `length`, or a copy if both are worth their memory."""
+        lost = len(idle.tokens) - length
+        both = idle.cache.nbytes * (len(idle.tokens) + length) // len(idle.tokens)
+        if lost <= max(_TRIFLE, length // _SMALL_PART) or both > self._ram_bytes:
             self._idle.remove(idle)
             idle.sequence.rewind(length)
             return idle.sequence

@@ -43,3 +43,9 @@ class Transcripts:
                 return "", []
             self._ids.move_to_end(known)
             return known, self._ids[known].tolist()
+
+    def latest(self) -> tuple[str, list[int]]:
+        """What was kept or found last."""
+        with self._lock:
+            text = next(reversed(self._ids), "")
+            return text, self._ids[text].tolist() if text else []
