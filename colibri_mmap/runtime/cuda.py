@@ -12,13 +12,15 @@ import ctypes
 import importlib.util
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .cudasources import CudaModule
 from .device import Address, DeviceError, Dimensions, Event, OutOfDeviceMemory, Stream
 
 OLDEST = (6, 1)  # compute capability: kernels use __dp4a
@@ -28,17 +30,22 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _FLOAT32, _DEFAULT_ALGORITHM = 0, -1  # CUDA_R_32F, CUBLAS_GEMM_DEFAULT
 
 
-def open_cuda(sources: Mapping[str, str]) -> CudaBackend | str:
-    """The GPU, with kernels from `sources` {module: CUDA C++}; or in one line why there is none."""
+def open_cuda(modules: Iterable[CudaModule]) -> CudaBackend | str:
+    """The GPU, with the kernels of `modules`; or in one line why there is none."""
     if importlib.util.find_spec("cupy") is None:
         return "cupy is not installed: pip install 'colibri-mmap[cuda13]'"
     try:
         import cupy
 
-        return _missing(cupy) or CudaBackend(cupy, sources)
+        return _missing(cupy) or CudaBackend(cupy, modules)
+    except ImportError as error:
+        return f"cupy is incomplete ({_first_line(error)}): pip install 'colibri-mmap[cuda13]'"
     except Exception as error:  # whatever a broken installation comes up with
-        lines = str(error).strip().splitlines() or ["no message"]
-        return f"the GPU cannot be used: {type(error).__name__}: {lines[0]}"
+        return f"the GPU cannot be used: {type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _missing(cupy: Any) -> str:
@@ -104,14 +111,7 @@ class _Kernel:
         self.function = int(function.ptr)
         self.parameters = ctypes.addressof(places)
         self.keep = function, values, places
-        self.pack: Callable[..., None] = _packer(layout, values)
-
-
-def _packer(layout: struct.Struct, values: ctypes.Array[ctypes.c_char]) -> Callable[..., None]:
-    def pack(arguments: Sequence[int | float]) -> None:
-        layout.pack_into(values, 0, *arguments)
-
-    return pack
+        self.pack = partial(layout.pack_into, values, 0)
 
 
 class _Binding(threading.local):
@@ -129,9 +129,9 @@ class _Translation:
         self._name, self._failures = name, failures
 
     def error(self, error: BaseException) -> DeviceError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return DeviceError(
-            f"{self._name}: {reason}: restart, or go on without the GPU with COLIBRI_DEVICE=none"
+            f"{self._name}: {_first_line(error)}: "
+            "restart, or go on without the GPU with COLIBRI_DEVICE=none"
         )
 
     def __enter__(self) -> None:
@@ -147,9 +147,8 @@ class CudaBackend:
 
     kind: Literal["cuda"] = "cuda"
 
-    def __init__(self, cupy: Any, sources: Mapping[str, str]) -> None:
-        """Compiles `sources`, seconds when new; DeviceError."""
-        self._cuda, self._runtime = cupy.cuda, cupy.cuda.runtime
+    def __init__(self, cupy: Any, modules: Iterable[CudaModule]) -> None:
+        self._cupy, self._cuda, self._runtime = cupy, cupy.cuda, cupy.cuda.runtime
         self._cublas = cupy.cuda.cublas
         properties = self._runtime.getDeviceProperties(0)
         capability = f"{properties['major']}.{properties['minor']}"
@@ -163,14 +162,13 @@ class CudaBackend:
         self._translated = _Translation(self.name, self._failures)
         self._launch = cupy.cuda.driver.launchKernel
         self._binding = _Binding()
+        self._module_of = {kernel: module for module in modules for kernel in module.kernels}
+        self._compiled: dict[str, Any] = {}
         self._kernels: dict[str, _Kernel] = {}
         self._factors = np.array([1, 0], np.float32)  # of the product and of what was there
         with self._translated:
             self.compute: Any = self.stream()
             cupy.cuda.device.get_cublas_handle()  # takes its memory now
-            self._modules = [cupy.RawModule(code=c, options=_OPTIONS) for c in sources.values()]
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(lambda module: module.compile(), self._modules))
 
     # -------------------------------------------------------------------------- memory
     def memory_info(self) -> tuple[int, int]:
@@ -218,6 +216,21 @@ class CudaBackend:
                 stream.ptr,
             )
 
+    def prepare(self, kernels: Iterable[str]) -> None:
+        modules = {self._module_of[kernel].name: self._module_of[kernel] for kernel in kernels}
+        missing = [module for name, module in modules.items() if name not in self._compiled]
+        with self._translated, ThreadPoolExecutor() as pool:
+            list(pool.map(self._compile, missing))
+
+    def _compile(self, module: CudaModule) -> None:
+        compiled = self._cupy.RawModule(code=module.source, options=_OPTIONS)
+        self._compiled[module.name] = compiled.module  # asking for it compiles it
+
+    def _find(self, kernel: str, arguments: Sequence[int | float]) -> _Kernel:
+        module = self._compiled[self._module_of[kernel].name]
+        with self._translated:
+            return _Kernel(module.get_function(kernel), arguments)
+
     def launch(
         self,
         kernel: str,
@@ -228,19 +241,14 @@ class CudaBackend:
     ) -> None:
         found = self._kernels.get(kernel)
         if found is None:
+            self.prepare((kernel,))
             found = self._kernels[kernel] = self._find(kernel, arguments)
         with self._translated:
             if not self._binding.bound:
                 self._runtime.setDevice(0)
                 self._binding.bound = True
-            found.pack(arguments)
+            found.pack(*arguments)
             self._launch(found.function, *grid, *block, 0, stream.ptr, found.parameters, 0)
-
-    def _find(self, kernel: str, arguments: Sequence[int | float]) -> _Kernel:
-        for module in self._modules:
-            with contextlib.suppress(self._cuda.driver.CUDADriverError):
-                return _Kernel(module.get_function(kernel).kernel, arguments)
-        raise AssertionError(f"no source has the kernel {kernel}")
 
     def matmul(
         self,

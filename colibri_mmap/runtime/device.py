@@ -9,7 +9,7 @@ must stay allocated and, on the host's side, unchanged until an event recorded a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -104,6 +104,10 @@ class DeviceBackend(Protocol):
         """Copy device bytes to contiguous host memory."""
         ...
 
+    def prepare(self, kernels: Iterable[str]) -> None:
+        """Compile what these need now rather than at their first launch; seconds once a machine."""
+        ...
+
     def launch(
         self,
         kernel: str,
@@ -168,6 +172,6 @@ def probe(environment: Mapping[str, str] = os.environ) -> DeviceBackend | str:
     if wanted != "cuda":
         raise ArgumentError(f"{DEVICE_VARIABLE}={wanted}: choose cuda, host or none")
     from .cuda import open_cuda
-    from .cudasources import cuda_sources
+    from .cudasources import cuda_modules
 
-    return open_cuda(cuda_sources())
+    return open_cuda(cuda_modules().values())

@@ -11,7 +11,7 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -121,6 +121,9 @@ class HostBackend:
     def download(self, target: NDArray[np.uint8], address: int, stream: HostStream) -> None:
         assert target.flags.c_contiguous
         self._give(stream, lambda: _copy(target.ctypes.data, address, target.nbytes))
+
+    def prepare(self, kernels: Iterable[str]) -> None:
+        """Nothing is compiled here."""
 
     def launch(
         self,
