@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,9 @@ from .routing import Routing
 from .task import Task
 from .weights import ExpertPartWeights, ExpertWeights, Matrix
 
+if TYPE_CHECKING:
+    from .offload import Offload
+
 _WAVE_SLOTS = 1024  # (token, choice) pairs computed at a time: bounds the memory of prefill
 _ALL_USED = 16  # choices per expert from which on nearly all of a layer's experts are used
 
@@ -39,16 +43,18 @@ _ALL_USED = 16  # choices per expert from which on nearly all of a layer's exper
 class ExpertStore:
     """(layer, chosen ids) -> weighted expert outputs, added to the residual stream.
 
-    `pager` brings the experts into memory; it is set once all layers are known.
+    `pager` brings the experts into memory, `offload` computes those on a device, if there is one;
+    they are set once all layers are known.
     """
 
     pager: ExpertPager
+    offload: Offload | None = None
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self.layers: dict[int, ExpertWeights] = {}
         self.routers: dict[int, Matrix] = {}
-        self._activations: dict[int, Task] = {}
+        self.activations: dict[int, Task] = {}
         self.predictor: RouterPredictor | None = None
         self._steps: dict[object, _DecodeStep] = {}
 
@@ -60,7 +66,7 @@ class ExpertStore:
         `activation` joins gate and up: `silu_mul` or a task with the same arguments.
         """
         self.layers[layer], self.routers[layer] = experts, router
-        self._activations[layer] = activation
+        self.activations[layer] = activation
 
     def add_experts(
         self, x: Rows, h: Rows, on_host: Rows, layer: int, routing: Routing, ops: Operations
@@ -69,21 +75,38 @@ class ExpertStore:
 
         x and h are rows of `ops`; `on_host` is h as rows of the CPU's, where `routing` lies too.
         """
+        elsewhere, offload = None, self.offload
+        if offload is not None:
+            elsewhere = offload.begin(x, h, on_host, layer, routing, ops)
         if ops is self._ops:
-            self._add_on_cpu(x, on_host, layer, routing)
-            return
-        with ops.temporaries():
-            y = self._ops.zeros(x.count, x.width)
-            self._add_on_cpu(y, on_host, layer, routing)
-            ops.add(x, ops.from_host(y))
+            self._add_on_cpu(x, on_host, layer, routing, elsewhere)
+        elif elsewhere is None or not elsewhere.all():
+            with ops.temporaries():
+                y = self._ops.zeros(x.count, x.width)
+                self._add_on_cpu(y, on_host, layer, routing, elsewhere)
+                ops.add(x, ops.from_host(y))
+        if offload is not None:
+            offload.finish(x)
 
-    def _add_on_cpu(self, x: Rows, h: Rows, layer: int, routing: Routing) -> None:
-        experts = self.layers[layer]
+    def _add_on_cpu(
+        self,
+        x: Rows,
+        h: Rows,
+        layer: int,
+        routing: Routing,
+        elsewhere: NDArray[np.bool_] | None,
+    ) -> None:
+        """Add the experts of all choices but those [T, k] that are computed elsewhere."""
+        experts, decodes = self.layers[layer], h.count == 1 or self._ops.alone
+        if elsewhere is not None and decodes:
+            self.pager.note_elsewhere(layer, np.unique(routing.ids[elsewhere]))
+        if elsewhere is not None and elsewhere.all():
+            return
         with self._ops.temporaries():
             if h.count == 1 and all(self._ops.kernels(part.type) for part in experts.parts):
-                self._add_one_token(x, h, experts, layer, routing)
+                self._add_one_token(x, h, experts, layer, routing, elsewhere)
             else:
-                self._add_grouped(x, h, experts, layer, routing)
+                self._add_grouped(x, h, experts, layer, routing, elsewhere)
 
     def _address(self, part: str, layer: int, expert: int) -> int:
         chosen = np.array([expert], np.int64)
@@ -94,21 +117,28 @@ class ExpertStore:
 
     # -------------------------------------------------------------------------- one token
     def _add_one_token(
-        self, x: Rows, h: Rows, experts: ExpertWeights, layer: int, routing: Routing
+        self,
+        x: Rows,
+        h: Rows,
+        experts: ExpertWeights,
+        layer: int,
+        routing: Routing,
+        elsewhere: NDArray[np.bool_] | None,
     ) -> None:
         """A decode step: groups of chosen experts are computed as the pager delivers them."""
         key = (layer, x.address, h.address, routing.weights_address)
         step = self._steps.get(key)
         if step is None:
-            activation = self._activations[layer]
+            activation = self.activations[layer]
             step = self._steps[key] = _DecodeStep(self._ops, x, h, experts, routing, activation)
-        chosen, source, run = routing.ids[0], self.pager.source, self._ops.pool.run
+        here = step.here(None if elsewhere is None else elsewhere[0])
+        chosen, source, run = routing.ids[0, here], self.pager.source, self._ops.pool.run
         run(step.pack)
         for positions in self.pager.fetch(layer, chosen):
             group = chosen[positions]
             run(
                 step.group(
-                    positions,
+                    here[positions],
                     [source.addresses(name, layer, group) for name in experts.part_names],
                 )
             )
@@ -118,17 +148,28 @@ class ExpertStore:
 
     # -------------------------------------------------------------------------- many tokens
     def _add_grouped(
-        self, x: Rows, h: Rows, experts: ExpertWeights, layer: int, routing: Routing
+        self,
+        x: Rows,
+        h: Rows,
+        experts: ExpertWeights,
+        layer: int,
+        routing: Routing,
+        elsewhere: NDArray[np.bool_] | None,
     ) -> None:
         """Slots, one per (token, choice), are sorted by expert: its weights serve all of them."""
         ops, k = self._ops, routing.ids.shape[1]
-        groups = _group(routing.ids)
+        groups = _group(routing.ids, elsewhere)
         slots = ops.arena.copy_in(groups.slot_of)
         y = ops.arena.rows(len(groups.order), x.width)
         many = len(groups.order) >= _ALL_USED * experts.count
         upcoming = self._next_layer(layer) if many else ()
         native = all(ops.kernels(part.type) for part in experts.parts)
-        for positions in self.pager.stream(layer, groups.experts, upcoming):
+        delivered = (
+            self.pager.fetch(layer, groups.experts, k)
+            if ops.alone
+            else self.pager.stream(layer, groups.experts, upcoming)
+        )
+        for positions in delivered:
             for wave in _waves(positions, groups):
                 with ops.temporaries():
                     if native:
@@ -158,7 +199,7 @@ class ExpertStore:
         ops = self._ops
         total = int((groups.stops[wave] - groups.starts[wave]).sum())
         gate, up = (ops.arena.rows(total, part.rows) for part in (experts.gate, experts.up))
-        activation = [activation_job(self._activations[layer], gate, up)]
+        activation = [activation_job(self.activations[layer], gate, up)]
         phases: list[list[Job]] = [[], [], [], activation, [], [], []]
         first = 0
         for index in wave.tolist():
@@ -204,7 +245,7 @@ class ExpertStore:
                 hidden, other = ops.linears(rows, gate, up)
                 biases = [self._address(name, layer, expert) for name in experts.bias_names]
                 parts = zip((hidden, other), biases, strict=False)
-                joined = activation_job(self._activations[layer], hidden, other)
+                joined = activation_job(self.activations[layer], hidden, other)
                 ops.pool.run(Launch([[bias_job(*part) for part in parts], [joined]]))
                 out = ops.linear(hidden, down)
                 ops.pool.run(Launch([[bias_job(out, bias) for bias in biases[2:]]]))
@@ -240,10 +281,19 @@ class _DecodeStep:
             ops.pack_jobs(experts.down.type, self._gate.part(j, 1), 1, self._hidden[j])
             for j in range(k)
         ]
-        self._identity = np.arange(k, dtype=np.int64)
-        slots, weights = self._identity.ctypes.data, routing.weights_address
+        self._all = np.arange(k, dtype=np.int64)
+        self._slots = self._all.copy()
+        slots, weights = self._slots.ctypes.data, routing.weights_address
         self.combine = Launch([[combine_job(x, self._y, slots, weights, k)]])
         self._groups: dict[int, Launch] = {}
+
+    def here(self, elsewhere: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+        """The positions of the choice that are computed here: those `combine` will take."""
+        if elsewhere is None:
+            self._slots[:] = self._all
+            return self._all
+        self._slots[:] = np.where(elsewhere, -1, self._all)
+        return np.flatnonzero(~elsewhere)
 
     def group(self, positions: NDArray[np.int64], addresses: list[NDArray[np.int64]]) -> Launch:
         """The launch for the experts at `positions` of the choice; `addresses` of their parts."""
@@ -285,8 +335,8 @@ class _DecodeStep:
 class _Groups:
     """Choices sorted by expert.
 
-    `order` [T * k]: their numbers t * k + j; `slot_of`: its inverse; `experts`: the distinct ones,
-    whose choices are order[start:stop].
+    `order`: their numbers t * k + j; `slot_of` [T * k]: its inverse, -1 for those that are computed
+    elsewhere; `experts`: the distinct ones, whose choices are order[start:stop].
     """
 
     order: NDArray[np.int64]
@@ -296,10 +346,13 @@ class _Groups:
     stops: NDArray[np.int64]
 
 
-def _group(ids: NDArray[np.int64]) -> _Groups:
+def _group(ids: NDArray[np.int64], elsewhere: NDArray[np.bool_] | None) -> _Groups:
+    """The choices sorted by expert, without those that are computed elsewhere."""
     flat = ids.ravel()
     order = np.argsort(flat, kind="stable")
-    slot_of = np.empty_like(order)
+    if elsewhere is not None:
+        order = order[~elsewhere.ravel()[order]]
+    slot_of = np.full_like(flat, -1)
     slot_of[order] = np.arange(len(order))
     experts, starts = np.unique(flat[order], return_index=True)
     return _Groups(order, slot_of, experts, starts, np.append(starts[1:], len(order)))

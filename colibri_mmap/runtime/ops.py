@@ -53,10 +53,15 @@ class _Present(NamedTuple):
 
 
 class Ops:
-    """Operations on rows; `mode` says how quantised weights are multiplied."""
+    """Operations on rows; `mode` says how quantised weights are multiplied.
+
+    `alone`: every row is computed as if it were the only one, bit by bit; else products of many
+    rows are made in another, faster form, which differs in the last bits.
+    """
 
     def __init__(self, pool: Pool, mode: Mode) -> None:
         self.pool, self.mode = pool, mode
+        self.alone = False
         self.arena = Arena()
         self._launches: dict[object, Launch] = {}
         self._kernels: dict[GGMLType, WeightKernels | None] = {}
@@ -220,7 +225,7 @@ class Ops:
                 self._linear_in_panels(x, matrix, out)
             return outs
         if x.count:
-            key = (x, matrices, outs[0].address) if x.count <= _FEW else None
+            key = (x, matrices, outs[0].address, self.alone) if x.count <= _FEW else None
             with self.temporaries():
                 self.run(
                     key, lambda: self.product_phases(x, list(zip(matrices, outs, strict=True)))
@@ -253,7 +258,8 @@ class Ops:
             for part, matrix, result in products():
                 self._linear_in_panels(part, matrix, result)
             return out
-        key = ("head_linear", x, matrices[0].address, out.address) if x.count <= _FEW else None
+        words = (matrices[0].address, out.address, self.alone)
+        key = ("head_linear", x, *words) if x.count <= _FEW else None
         with self.temporaries():
             self.run(key, phases)
         return out
@@ -273,7 +279,7 @@ class Ops:
         was made; a form it already has costs nothing.
         """
         kernels = self._kernels_of(weight)
-        few = count <= kernels.columns_limit
+        few = self.alone or count <= kernels.columns_limit
         form = (kernels.activation, few)
         if form in packed:
             return []
@@ -297,7 +303,7 @@ class Ops:
     def product_job(self, matrix: Matrix, packed: Packed, out: Rows) -> Job:
         """out = packed activations times the transposed matrix."""
         kernels = self._kernels_of(matrix.type)
-        few = out.count <= kernels.columns_limit
+        few = self.alone or out.count <= kernels.columns_limit
         if few:
             chunk = max(1, _CHUNK_BYTES // matrix.row_bytes // 16) * 16
         else:

@@ -107,17 +107,37 @@ class ExpertPager:
         """Distinct experts of a decode step are computed on another device: they need no memory."""
         self.policy.count(self._index[layer], experts)
 
-    def fetch(self, layer: int, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """The chosen experts of a decode step, in groups of positions in `experts`.
+    def fetch(
+        self, layer: int, experts: NDArray[np.int64], least: int | None = None
+    ) -> Iterator[NDArray[np.int64]]:
+        """The distinct experts of a decode step, in groups of positions in `experts`.
 
         Those in memory come first, the others as they arrive. All stay in memory until the next
-        call.
+        call; with `least`, those that do not fit in the budget may push out the ones before, but at
+        least so many are in memory together.
         """
         index = self._index[layer]
         numbers = index * self.numbers.count + experts
+        together = len(numbers)
+        if least is not None:
+            together = max(least, self.policy.budget // int(self.source.sizes[numbers[0]]))
         with self._changed:
             self._ahead.clear()  # of a prompt that is done or was given up
-            self.policy.use(index, experts)
+            self.policy.take_turn(index, experts)
+        if len(numbers) <= together:
+            yield from self._fetch(index, experts)
+            return
+        order = np.argsort(self._state[numbers] != _READY, kind="stable")
+        for start in range(0, len(order), together):
+            some = order[start : start + together]
+            for positions in self._fetch(index, experts[some]):
+                yield some[positions]
+
+    def _fetch(self, index: int, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """`fetch` of experts that are in memory together."""
+        numbers = index * self.numbers.count + experts
+        with self._changed:
+            self.policy.admit(index, experts)
         present = self._state[numbers] == _READY
         self._count(numbers, present)
         missing = numbers[~present].tolist()

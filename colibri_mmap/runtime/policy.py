@@ -76,6 +76,11 @@ class ExpertPolicy:
     def use(self, layer: int, experts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """The layer's turn in a decode step: distinct experts [n] are used and so become resident,
         beyond the budget if need be; which of them were before [n]."""
+        self.take_turn(layer, experts)
+        return self.admit(layer, experts)
+
+    def take_turn(self, layer: int, experts: NDArray[np.int64]) -> None:
+        """The half of `use` that is bookkeeping: some of the experts are admitted later."""
         short, long, counts = self._short[layer], self._long[layer], self._counts[layer]
         short *= SHORT_DECAY
         long *= LONG_DECAY
@@ -84,7 +89,7 @@ class ExpertPolicy:
         counts[experts] += 1
         self._turns[layer] += 1
         self._layer = layer
-        return self.admit(layer, experts)
+        self._stale.add(layer)
 
     def count(self, layer: int, experts: NDArray[np.int64]) -> None:
         """Distinct experts [n] were used elsewhere: they count in `heat`, but need not be here."""

@@ -50,7 +50,8 @@ def step(
 ) -> NDArray[np.float32]:
     """Append new tokens to each sequence; logits float32 [rows, V] of the wanted ones among them.
 
-    The tokens count as part of a sequence only when the step is done.
+    The tokens count as part of a sequence only when the step is done. If each sequence gets one,
+    the logits are those of steps of its own, bit by bit.
     """
     slices: list[SequenceSlice] = []
     start = 0
@@ -70,6 +71,7 @@ def step(
         "last": np.array([s.stop - 1 for s in slices], np.int64),
         "all": np.arange(start),
     }[wanted]
+    ops.alone = start == len(slices)
     with ops.temporaries():
         out = model.forward(Batch(tokens, positions, slices, rows, trace))
         logits = ops.numpy(out)
