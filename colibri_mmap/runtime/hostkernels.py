@@ -32,7 +32,8 @@ def execute(
 ) -> None:
     """Run any kernel of the device: an Executor of hostdevice.py."""
     twin = _TWINS.get(kernel) or TRUNK_TWINS[kernel]
-    twin(grid, *arguments)
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite passes through
+        twin(grid, *arguments)
 
 
 # ------------------------------------------------------------------ operands
@@ -71,11 +72,10 @@ def _activations(type: GGMLType, packed: Sequence[int], columns: int, count: int
 
 
 def _activate(gate: Floats, up: Floats, activation: int) -> Floats:
-    with np.errstate(over="ignore"):
-        if activation == 0:
-            return np.asarray(gate / (1 + np.exp(-gate)) * up, np.float32)
-        gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
-        return np.asarray((up + 1) * (gate / (1 + np.exp(np.float32(-1.702) * gate))), np.float32)
+    if activation == 0:
+        return np.asarray(gate / (1 + np.exp(-gate)) * up, np.float32)
+    gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+    return np.asarray((up + 1) * (gate / (1 + np.exp(np.float32(-1.702) * gate))), np.float32)
 
 
 def _bias(table: int, group: int, rows: int) -> Floats | np.float32:
@@ -91,15 +91,14 @@ def _pointer(table: int, group: int) -> int:
 def _quantise_q8(grid: Dimensions, x: int, q: int, d: int, s: int, stride: int, width: int) -> None:
     count, blocks = grid[1], width // _BLOCK
     values = array(x, (count, width), np.float32, stride).reshape(count, blocks, _BLOCK)
-    with np.errstate(invalid="ignore", over="ignore"):
-        scales = np.abs(values).max(axis=2) / np.float32(127)
-        some = scales != 0
-        divided = values / np.where(some, scales, np.float32(1))[:, :, None]
-        rounded = np.clip(np.rint(np.nan_to_num(divided, nan=0.0)), -127, 127)
-        rounded *= some[:, :, None]
-        array(q, (count, blocks, _BLOCK), np.int8)[:] = rounded
-        array(d, (count, blocks))[:] = scales
-        array(s, (count, blocks))[:] = scales * rounded.sum(axis=2)
+    scales = np.abs(values).max(axis=2) / np.float32(127)
+    some = scales != 0
+    divided = values / np.where(some, scales, np.float32(1))[:, :, None]
+    rounded = np.clip(np.rint(np.nan_to_num(divided, nan=0.0)), -127, 127)
+    rounded *= some[:, :, None]
+    array(q, (count, blocks, _BLOCK), np.int8)[:] = rounded
+    array(d, (count, blocks))[:] = scales
+    array(s, (count, blocks))[:] = scales * rounded.sum(axis=2)
 
 
 def _combine_pairs(
