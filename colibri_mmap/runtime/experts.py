@@ -87,6 +87,11 @@ class ExpertStore:
                 ops.add(x, ops.from_host(y))
         if offload is not None:
             offload.finish(x)
+        if self.predictor is not None and h.count == 1:
+            upcoming, guess = self._next_layer(layer), self.predictor.guess(on_host, layer)
+            self.pager.prefetch(upcoming, guess)
+            if offload is not None and guess:
+                offload.prefetch(self.pager.numbers.name(upcoming.start)[0], guess)
 
     def _add_on_cpu(
         self,
@@ -143,8 +148,6 @@ class ExpertStore:
                 )
             )
         run(step.combine)
-        if self.predictor is not None:
-            self.pager.prefetch(self._next_layer(layer), self.predictor.guess(h, layer))
 
     # -------------------------------------------------------------------------- many tokens
     def _add_grouped(

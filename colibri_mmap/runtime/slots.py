@@ -52,7 +52,7 @@ class ExpertReader:
     def fill(self, number: int, staging: NDArray[np.uint8]) -> None:
         """Bring an expert into `staging` as its slot's layout says; OSError."""
         layer, expert = self.numbers.name(number)
-        layout, memory = self.layouts[layer], memoryview(staging)
+        layout, memory = self.layouts[layer], staging.data
         for name, part in self._layers[layer].parts.items():
             start, size = layout.offsets[name], layout.sizes[name]
             fd, offset, done = self._fds[int(part.shards[expert])], int(part.offsets[expert]), 0

@@ -1,0 +1,201 @@
+"""The routed experts on two processors: those in VRAM on the device, the others on the CPU.
+
+`begin` launches what the device has and says which choices these are; the CPU computes the rest
+meanwhile, from mapped pages; `finish` adds the device's sums. Missed experts are offered to the
+cache behind it: an upload serves later steps, no step waits for one.
+
+T tokens, k choices of each, G experts in a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arena import Rows
+from .device import DeviceBackend
+from .devicearena import DeviceArena, DeviceReading, Downloads, UploadRing
+from .devicekernels import DeviceKernels, ExpertShape, ExpertTables
+from .deviceops import Recorder
+from .operations import Operations
+from .ops import Ops
+from .routing import Routing
+from .slots import ExpertReader
+from .trunkkernels import KernelLaunch
+from .vram import VramCache
+
+_MOST_PAIRS = 2048  # choices computed at a time: bounds the device memory of prefill
+_PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+
+
+class Offload:
+    """Computes the experts that a cache has in VRAM; `shapes` has the layers that can be there."""
+
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        cpu: Ops,
+        cache: VramCache,
+        reader: ExpertReader,
+        shapes: Mapping[int, ExpertShape],
+    ) -> None:
+        self.cache = cache
+        self._backend, self._cpu, self._shapes = backend, cpu, shapes
+        self._arena, self._uploads = DeviceArena(backend), UploadRing(backend)
+        self._downloads = Downloads(backend, cpu.arena)
+        self._recorder = Recorder()
+        self._kernels = DeviceKernels(cast(DeviceBackend, self._recorder))  # it only launches
+        self._launches: dict[object, Sequence[KernelLaunch]] = {}
+        self._single: dict[int, ExpertTables] = {}  # of one token, by the number of experts
+        self._first = {layer: reader.numbers.first(layer) for layer in shapes}
+        self._offsets = {layer: _offsets(reader.layouts[layer].offsets) for layer in shapes}
+        self._missed = np.empty(0, np.int64)
+        self._reading: DeviceReading | None = None
+
+    @staticmethod
+    def scratch_bytes(shapes: Mapping[int, ExpertShape], top_k: int, tokens: int) -> int:
+        """Device memory to compute with, in steps of up to `tokens` tokens."""
+        pairs = min(_MOST_PAIRS, tokens * top_k)
+        return max(
+            DeviceKernels.experts_bytes(shape, pairs)
+            + DeviceKernels.packed_bytes(tokens, shape.width)
+            + 8 * tokens * shape.width
+            for shape in shapes.values()
+        )
+
+    def begin(
+        self, x: Rows, h: Rows, on_host: Rows, layer: int, routing: Routing, ops: Operations
+    ) -> NDArray[np.bool_] | None:
+        """Launch what is in VRAM; which choices [T, k] that is, None if it is none of them.
+
+        With a device's operations the sums are added to x in its order, else by `finish`.
+        """
+        shape = self._shapes.get(layer)
+        if shape is None:
+            return None
+        numbers = self._first[layer] + routing.ids
+        if x.count == 1:
+            distinct, inverse = numbers[0], np.arange(numbers.size)
+        else:
+            distinct, inverse = np.unique(numbers, return_inverse=True)
+        addresses = self.cache.use(distinct)
+        present = addresses != 0
+        self._missed = distinct[~present]
+        if not present.any():
+            return None
+        chosen: NDArray[np.bool_] = present[inverse].reshape(numbers.shape)
+        experts = (np.cumsum(present) - 1)[inverse].reshape(numbers.shape)
+        offsets = self._offsets[layer][:, None]
+        parts = np.where(offsets < 0, 0, addresses[present] + offsets)
+        try:
+            self._start(x, h, on_host, shape, parts, chosen, experts, routing.weights, ops)
+        finally:
+            self.cache.release(distinct[present])
+        return chosen
+
+    def finish(self, x: Rows) -> None:
+        """The CPU is done with its share: add the device's to x, unless it is there already."""
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            self._cpu.add(x, reading.wait()[0])
+        self.cache.offer(self._missed)
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Upload experts of a layer that are likely to be chosen next, the likeliest first."""
+        if layer in self._first:
+            self.cache.prefetch(self._first[layer] + expert for expert in experts)
+
+    # -------------------------------------------------------------------------- launching
+    def _start(
+        self,
+        x: Rows,
+        h: Rows,
+        on_host: Rows,
+        shape: ExpertShape,
+        parts: NDArray[np.int64],
+        chosen: NDArray[np.bool_],
+        experts: NDArray[np.int64],
+        weights: NDArray[np.float32],
+        ops: Operations,
+    ) -> None:
+        """Launch the `chosen` ones; `parts` [6, G]: where they are, `experts` [T, k]: which."""
+        with self._arena.temporaries():
+            if ops is self._cpu:
+                sums, h = self._arena.rows(x.count, x.width), self._upload(on_host)
+            else:
+                sums = x
+            step = max(1, _MOST_PAIRS // chosen.shape[1])
+            for first in range(0, x.count, step):
+                some = slice(first, first + step)
+                tables = self._tables(parts, chosen[some], experts[some], weights[some])
+                rows = (h.part(first, tables.count), sums.part(first, tables.count))
+                self._launch(shape, tables, *rows, add=sums is x)
+            if sums is not x:
+                self._reading = self._downloads.start(sums)
+
+    def _tables(
+        self,
+        parts: NDArray[np.int64],
+        chosen: NDArray[np.bool_],
+        experts: NDArray[np.int64],
+        weights: NDArray[np.float32],
+    ) -> ExpertTables:
+        if len(chosen) > 1:
+            tokens = np.nonzero(chosen)[0]
+            return ExpertTables.of(parts, experts[chosen], tokens, weights[chosen], len(chosen))
+        groups = parts.shape[1]
+        known = self._single.get(groups)
+        if known is None:
+            each, once = np.arange(groups), np.zeros(groups, np.int64)
+            known = ExpertTables.of(parts, each, once, weights[chosen], 1)
+            self._single[groups] = known
+        return replace(
+            known, addresses=parts, entry_downs=parts[2::3], entry_weights=weights[chosen]
+        )
+
+    def _launch(
+        self, shape: ExpertShape, tables: ExpertTables, h: Rows, sums: Rows, *, add: bool
+    ) -> None:
+        arena, kernels = self._arena, self._kernels
+        with arena.temporaries():
+            memory = np.empty(tables.nbytes, np.uint8)
+            tables.write(memory)
+            address = arena.take(tables.nbytes)
+            self._uploads.upload(address, memory)
+            packing = arena.take(kernels.packed_bytes(h.count, h.width))
+            scratch = arena.take(kernels.experts_bytes(shape, tables.pairs))
+            single = tables.count == 1
+            key = (shape, tables.groups, h.address, sums.address, address) if single else None
+            launches = self._launches.get(key) if key is not None else None
+            if launches is None:
+                packed = kernels.pack(
+                    shape.type, h.address, h.count, h.width, h.stride // 4, packing
+                )
+                place = (sums.address, sums.stride // 4)
+                kernels.experts(shape, tables, address, packed, scratch, *place, add)
+                launches = self._recorder.take()
+                if key is not None:
+                    self._launches[key] = launches
+        for kernel, grid, block, arguments in launches:
+            self._backend.launch(kernel, grid, block, arguments, self._backend.compute)
+
+    def _upload(self, rows: Rows) -> Rows:
+        """Rows of the CPU's in the device's memory."""
+        copy = self._arena.rows(rows.count, rows.width)
+        self._uploads.upload(copy.address, self._cpu.arena.view(rows))
+        return copy
+
+    def close(self) -> None:
+        """End the uploads and give the memory back, after what was launched."""
+        self._backend.synchronize(self._backend.record(self._backend.compute))
+        self.cache.close()
+        self._arena.close()
+
+
+def _offsets(offsets: Mapping[str, int]) -> NDArray[np.int64]:
+    """Where gate, up, down and their biases lie in a slot [6]; -1: there is none."""
+    return np.array([offsets.get(part, -1) for part in _PARTS], np.int64)

@@ -1,0 +1,203 @@
+"""The open VRAM tier of a model: what lives on the GPU beside what the CPU keeps.
+
+What every token uses comes first: as many of the last blocks as fit, with their part of the
+context. The rest of the memory holds experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import ResourceError
+from .device import DeviceBackend
+from .devicekernels import CLAMPED_SWIGLU, SILU, ExpertShape
+from .experts import ExpertStore
+from .kernels import elementwise
+from .kv import STEP_TOKENS, cache_bytes
+from .layers import Decoder
+from .models import Model
+from .offload import Offload
+from .ops import Ops
+from .placement import SCRATCH_BYTES, PlacedTrunk, place_trunk, supported_layers, trunk_bytes
+from .policy import Key
+from .slots import ExpertReader
+from .sources import ExpertNumbers
+from .usage import load_usage
+from .vram import VramCache
+from .vramplan import VramPlan, plan_vram
+from .vrampolicy import SlotPolicy
+from .vramsettings import VramSettings
+from .weights import Weights
+
+_ACTIVATIONS = {elementwise.silu_mul: SILU, elementwise.clamped_swiglu: CLAMPED_SWIGLU}
+
+
+@dataclass(frozen=True, slots=True)
+class VramTier:
+    """What a model has on a device; `trunk` None: all blocks are the CPU's, `offload` None: so are
+    all experts."""
+
+    backend: DeviceBackend
+    plan: VramPlan
+    trunk: PlacedTrunk | None
+    offload: Offload | None
+    notices: tuple[str, ...]
+
+    def close(self) -> None:
+        """Give the memory back, after what is being computed."""
+        if self.offload is not None:
+            self.offload.close()
+        if self.trunk is not None:
+            self.trunk.close()
+        self.backend.close()
+
+
+def open_vram_tier(
+    backend: DeviceBackend,
+    weights: Weights,
+    model: Model,
+    store: ExpertStore,
+    ops: Ops,
+    settings: VramSettings,
+    *,
+    context: int,
+    kv_type: str,
+    pinned: Sequence[Key] = (),
+    learn: bool = True,
+) -> VramTier:
+    """Plan, upload what always stays, and start to upload experts; ResourceError.
+
+    `context` tokens are planned for; `pinned`: (layer, expert) that stay; `learn`: begin with the
+    experts that were used most so far.
+    """
+    shapes, reader = _expert_shapes(store), None
+    if shapes:
+        numbers = ExpertNumbers(tuple(shapes), max(store.layers[n].count for n in shapes))
+        places = {layer: weights.expert_layers[layer] for layer in shapes}
+        reader = ExpertReader(numbers, places, [file.fd for file in weights.files])
+    demand = _Demand(
+        model=model if isinstance(model, Decoder) else None,
+        experts=0 if reader is None else int(reader.sizes.sum()),
+        scratch=_offload_scratch(weights, shapes),
+        context=context,
+        kv_type=kv_type,
+    )
+    plan, layers = _divide(backend, demand, settings)
+    trunk, offload, notices = None, None, list(plan.notices)
+    if settings.gpu_layers is not None and layers < settings.gpu_layers:
+        notices.append(demand.why_not(settings.gpu_layers))
+    try:
+        if layers:
+            assert demand.model is not None
+            trunk = place_trunk(demand.model, backend, layers, head=demand.with_head(layers))
+        if reader is not None and plan.expert_budget >= int(reader.sizes.max()):
+            usage = load_usage(weights.gguf).rates()[list(reader.numbers.layers)] if learn else None
+            policy = SlotPolicy(
+                reader.sizes,
+                plan.expert_budget,
+                layers=len(shapes),
+                rates=None if usage is None else usage.reshape(-1),
+            )
+            cache = VramCache(backend, policy, reader.fill)
+            cache.pin(reader.numbers.first(n) + expert for n, expert in pinned if n in shapes)
+            cache.warm()
+            offload = Offload(backend, ops, cache, reader, shapes)
+    except BaseException:
+        if trunk is not None:
+            trunk.close()
+        raise
+    return VramTier(backend, plan, trunk, offload, tuple(notices))
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What a model could use of a device; bytes but for `context`."""
+
+    model: Decoder | None
+    experts: int
+    scratch: int
+    context: int
+    kv_type: str
+
+    @property
+    def layers(self) -> int:
+        """How many of the last blocks the device can run."""
+        return 0 if self.model is None else supported_layers(self.model).layers
+
+    def why_not(self, layers: int) -> str:
+        """Why it cannot run that many."""
+        assert self.model is not None
+        supported = supported_layers(self.model)
+        return (
+            f"--gpu-layers {layers}: {supported.layers} of {len(self.model.blk)} layers run on the "
+            f"GPU{supported.reason and f' ({supported.reason})'}"
+        )
+
+    def with_head(self, layers: int) -> bool:
+        return self.model is not None and layers == len(self.model.blk)
+
+    def trunk(self, layers: int) -> tuple[int, int, int]:
+        """What the last `layers` blocks need: weights, context, room to compute in."""
+        if not layers or self.model is None:
+            return 0, 0, 0
+        needed = trunk_bytes(self.model, layers)
+        shapes = self.model.kv_shapes[-layers:]
+        head = needed.head if self.with_head(layers) else 0
+        kv = cache_bytes(shapes, self.context, self.kv_type)
+        return needed.weights + head, kv, SCRATCH_BYTES
+
+
+def _divide(
+    backend: DeviceBackend, demand: _Demand, settings: VramSettings
+) -> tuple[VramPlan, int]:
+    """The plan and the number of blocks: as many as were asked for, or as fit."""
+    free, total = backend.memory_info()
+    most = demand.layers
+    if settings.gpu_layers is not None:
+        most = min(most, settings.gpu_layers)
+    least = most if settings.gpu_layers is not None else 0
+    for layers in range(most, least - 1, -1):
+        weights, kv, scratch = demand.trunk(layers)
+        try:
+            plan = plan_vram(
+                free=free,
+                total=total,
+                trunk_bytes=weights,
+                kv_bytes=kv,
+                scratch_bytes=scratch + demand.scratch,
+                expert_bytes=demand.experts,
+                vram=settings.limit(total),
+            )
+        except ResourceError:
+            if layers == least:
+                raise
+        else:
+            return plan, layers
+    raise AssertionError("the last plan was made or raised")
+
+
+def _expert_shapes(store: ExpertStore) -> dict[int, ExpertShape]:
+    """The layers whose experts the device can compute."""
+    shapes = {}
+    for layer, experts in store.layers.items():
+        activation = _ACTIVATIONS.get(store.activations[layer])
+        if activation is None or experts.gate.type != experts.up.type:
+            continue
+        shape = ExpertShape(
+            experts.gate.type,
+            experts.down.type,
+            experts.gate.columns,
+            experts.gate.rows,
+            activation,
+        )
+        if shape.supported:
+            shapes[layer] = shape
+    return shapes
+
+
+def _offload_scratch(weights: Weights, shapes: Mapping[int, ExpertShape]) -> int:
+    if not shapes:
+        return 0
+    top_k = weights.gguf.int(".expert_used_count", minimum=1)
+    return Offload.scratch_bytes(shapes, top_k, STEP_TOKENS)
