@@ -120,7 +120,6 @@ def serve(
     from colibri_mmap.runtime.budget import parse_size
     from colibri_mmap.runtime.engine import Engine
     from colibri_mmap.runtime.limits import memory_limits
-    from colibri_mmap.runtime.template import ChatTemplate
     from colibri_mmap.server.app import Settings, create_app
     from colibri_mmap.server.hosting import Progress
     from colibri_mmap.server.loaded import LoadedModel, Serving
@@ -157,10 +156,13 @@ def serve(
             profile=not no_profile,
             progress=progress,
         )
-        template = None if source is None else ChatTemplate.of(engine.tokenizer, source)
-        opened = LoadedModel(spec.name, engine, serving, template)
-        for notice in engine.notices:
+
+        def note(notice: str) -> None:
             console.print(f"note: {spec.name}: {notice}", style="dim", markup=False)
+
+        opened = LoadedModel(spec.name, engine, serving, source, note)
+        for notice in engine.notices:
+            note(notice)
         console.print(f"{spec.name} is open, with {engine.context_length} tokens of context")
         return opened
 

@@ -66,9 +66,10 @@ def _prompt(model: LoadedModel, body: Prompting) -> ChatPrompt:
 def _submit(
     service: Service, model: LoadedModel, prompt: ChatPrompt, body: MessagesBody
 ) -> Delivery:
+    parser = prompt.parser()
     wanted = generation.Request(
         ids=prompt.ids,
-        chat_prompt=prompt.text,
+        chat_prompt=prompt.text if prompt.is_turn else None,
         max_tokens=body.max_tokens,
         sampling=sampling_of(
             service.sampling,
@@ -77,10 +78,11 @@ def _submit(
             top_p=body.top_p,
             stop=tuple(body.stop_sequences),
         ),
+        shown=parser.shown,
         grammar=prompt.grammar,
         deadline=service.deadline(),
     )
-    return Delivery(model.batcher, [wanted], [prompt.parser()], service.metrics)
+    return Delivery(model.batcher, [wanted], [parser], service.metrics)
 
 
 # ------------------------------------------------------------------------------ wording

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .anthropic_schemas import Block, Message, Prompting, Tool
-from .messages import schema_grammar, template_call
+from .messages import schema_form, template_call
 from .problems import refuse
 from .prompts import Conversation
 
@@ -30,8 +30,9 @@ def conversation(body: Prompting) -> Conversation:
         messages=messages,
         tools=[_template_tool(tool) for tool in tools],
         hints=hints,
-        grammar=None if form is None else schema_grammar(form.schema_, "output_config.format"),
+        form=None if form is None else schema_form("output_config.format", form.schema_),
         must_call=choice.type in ("any", "tool"),
+        several=not choice.disable_parallel_tool_use,
     )
 
 

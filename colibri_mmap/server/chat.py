@@ -56,19 +56,20 @@ def _prompt(model: LoadedModel, body: ChatBody) -> ChatPrompt:
 
 
 def _submit(service: Service, model: LoadedModel, prompt: ChatPrompt, body: ChatBody) -> Delivery:
+    parsers = [prompt.parser() for _ in range(body.n)]
     requests = [
         generation.Request(
             ids=prompt.ids,
-            chat_prompt=prompt.text,
+            chat_prompt=prompt.text if prompt.is_turn else None,
             max_tokens=body.most_tokens,
             sampling=body.sampling(service.sampling, choice),
             logprobs=body.top_logprobs if body.logprobs else None,
+            shown=parser.shown,
             grammar=prompt.grammar,
             deadline=service.deadline(),
         )
-        for choice in range(body.n)
+        for choice, parser in enumerate(parsers)
     ]
-    parsers = [prompt.parser() for _ in requests]
     return Delivery(model.batcher, requests, parsers, service.metrics)
 
 

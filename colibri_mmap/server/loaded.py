@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from colibri_mmap.runtime.batcher import Batcher, FreshSequences
+from colibri_mmap.runtime.batcher import Batcher
 from colibri_mmap.runtime.engine import Engine
+from colibri_mmap.runtime.replies.format import ReplyFormat
 from colibri_mmap.runtime.template import ChatTemplate
 
 
@@ -20,28 +22,47 @@ class Serving:
 
     parallel: int = 4
     queue: int = 64
-    cache_ram: int = 0
+    cache_ram: int = 1 << 30
     session_dir: Path | None = None
-    session_disk: int = 0
+    session_disk: int = 10 << 30
 
 
 class LoadedModel:
     """An engine, the thread that runs it, and what is kept of earlier conversations."""
 
     def __init__(
-        self, name: str, engine: Engine, serving: Serving, template: ChatTemplate | None = None
+        self,
+        name: str,
+        engine: Engine,
+        serving: Serving,
+        template: str | None = None,
+        notify: Callable[[str], None] = lambda notice: None,
     ) -> None:
-        """Takes over the engine; `template` replaces the model's own."""
+        """Takes over the engine, also when an error is raised.
+
+        `template`, in Jinja, replaces the model's own. `notify` gets notices, from any thread.
+        """
         self.name, self.engine = name, engine
-        self.template = template or engine.template
-        self.batcher = Batcher(
-            engine,
-            FreshSequences(engine.new_sequence),
-            parallel=serving.parallel,
-            queue_limit=serving.queue,
-        )
+        try:
+            self.template = engine.template
+            if template is not None:
+                self.template = ChatTemplate.of(engine.tokenizer, template)
+            self.format = ReplyFormat.of(self.template.source, engine.tokenizer)
+            self._store = engine.prefix_store(
+                ram_bytes=serving.cache_ram,
+                directory=serving.session_dir,
+                disk_bytes=serving.session_disk,
+                notify=notify,
+            )
+            self.batcher = Batcher(
+                engine, self._store, parallel=serving.parallel, queue_limit=serving.queue
+            )
+        except BaseException:
+            engine.close()
+            raise
 
     def close(self) -> None:
-        """End all requests, keep what can be kept of them, and unmap the model."""
+        """End all requests, keep what is to be kept of them, and unmap the model."""
         self.batcher.close()
+        self._store.close()
         self.engine.close()

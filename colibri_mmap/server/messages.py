@@ -26,8 +26,9 @@ def conversation(body: ChatBody) -> Conversation:
         messages=[_template_message(message, names) for message in body.messages],
         tools=[tool.model_dump(exclude_unset=True) for tool in tools],
         variables=variables,
-        grammar=_grammar(body.response_format),
+        form=_form(body.response_format),
         must_call=choice.mode in ("required", "named"),
+        several=body.parallel_tool_calls,
     )
 
 
@@ -55,17 +56,15 @@ def template_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[st
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _grammar(wanted: ResponseFormat) -> Grammar | None:
-    if wanted.type == "json_object":
-        return Grammar.json_object()
+def _form(wanted: ResponseFormat) -> tuple[str, Grammar] | None:
     if wanted.json_schema is not None:
-        return schema_grammar(wanted.json_schema.schema_, "response_format")
-    return None
+        return schema_form("response_format", wanted.json_schema.schema_)
+    return ("response_format", Grammar.json_object()) if wanted.type == "json_object" else None
 
 
-def schema_grammar(schema: dict[str, Any], field: str) -> Grammar:
+def schema_form(field: str, schema: dict[str, Any]) -> tuple[str, Grammar]:
     """What a reply has to be that fits a schema; a 400 for one that cannot be imposed."""
     try:
-        return Grammar.json_schema(schema)
+        return field, Grammar.json_schema(schema)
     except ArgumentError as error:
         raise refuse(field, str(error), "unsupported_value") from error

@@ -285,7 +285,7 @@ class ChatBody(Generating):
     safety_identifier: str = ""
     prompt_cache_key: str = ""  # prefixes are found without
     prompt_cache_retention: str = ""
-    parallel_tool_calls: bool = True  # how many calls a reply has is up to the model
+    parallel_tool_calls: bool = True  # imposed with the calls, else up to the model
     modalities: list[Literal["text"]] = ["text"]
 
     @property
