@@ -75,7 +75,8 @@ class Uploader:
         self._buffers = [_Buffer(backend.allocate_staging(largest)) for _ in range(count)]
         self._free = deque(self._buffers)  # the one used longest ago first
         self._waiting: tuple[deque[Upload], ...] = tuple(deque() for _ in Priority)
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed, self._idle = threading.Condition(lock), threading.Condition(lock)
         self._busy = 0
         self._closed = False
         self._threads = [
@@ -97,8 +98,8 @@ class Uploader:
 
     def drain(self) -> None:
         """Wait until everything submitted has arrived or failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._busy and not any(self._waiting))
+        with self._idle:
+            self._idle.wait_for(lambda: not self._busy and not any(self._waiting))
 
     def close(self) -> None:
         """End the threads; what they have not begun is dropped, what is on its way arrives."""
@@ -135,7 +136,9 @@ class Uploader:
         with self._changed:
             self._busy -= 1
             self._free.append(buffer)
-            self._changed.notify_all()
+            self._changed.notify()
+            if not self._busy and not any(self._waiting):
+                self._idle.notify_all()
 
     def _copy(self, upload: Upload, buffer: _Buffer) -> Event:
         """Fill a buffer and have it copied to the slot; the event behind the copy."""
