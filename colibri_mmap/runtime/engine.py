@@ -10,7 +10,7 @@ from operator import index
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,13 @@ from .tokenizer import Tokenizer
 from .tokenwriter import Token
 from .tracefile import TraceHeader, TraceWriter
 from .transcripts import Transcripts
+from .vramsettings import VramSettings, find_device
 from .warmup import compile_tasks, model_tasks
 from .weights import Weights
+
+if TYPE_CHECKING:
+    from .device import DeviceBackend
+    from .vramtier import VramTier
 
 KVType = Literal["f16", "f32"]
 Message = Mapping[str, Any]
@@ -66,20 +71,23 @@ class Engine:
         ctx: int | None,
         kv_type: KVType,
         memory: RamSettings,
+        gpu: VramSettings,
         parallel: int,
         trace_file: str | PathLike[str] | None,
         progress: Callable[[str, int, int], None] | None,
     ) -> None:
         self.gguf, self.mode, self.threads, self.kv_type = gguf, mode, threads, kv_type
-        self.memory = memory
+        self.memory, self.gpu = memory, gpu
         self.tokenizer = Tokenizer.from_gguf(gguf)
         self._weights = Weights(gguf)
         self._pool: Pool | None = None
         self._tier: RamTier | None = None
+        self._vram: VramTier | None = None
         self._trace_writer: TraceWriter | None = None
         self._lock = threading.Lock()  # held while a step runs
         self._steps = 0
         try:
+            device = find_device(gpu, mode)
             if trace_file is not None:
                 self._trace_writer = TraceWriter(trace_file, TraceHeader.of(gguf))
             self._pool = Pool(threads)
@@ -101,12 +109,15 @@ class Engine:
             self.template = ChatTemplate.of(self.tokenizer)
             self._tier.trunk.wait(progress and partial(progress, "reading weights"))
             self._weights.check()
+            if device is not None:
+                self._vram = self._open_vram(device, store, parallel * planned)
             self._sequence = self.new_sequence()
         except BaseException:
             self.close()
             raise
         self.notices = [*self.tokenizer.notices, *self.template.notices, *self._context_notices()]
         self.notices += self._tier.notices
+        self.notices += self._vram.notices if self._vram is not None else ()
         self.stats = Stats()
         self.store: PrefixStore | None = None  # for `generate` and `chat`; its owner closes it
         self._generation: Generation | None = None  # whose sequence is the engine's own
@@ -128,6 +139,7 @@ class Engine:
         ctx: int | None = None,
         kv_type: KVType | None = None,
         memory: RamSettings | None = None,
+        gpu: VramSettings | None = None,
         profile: bool = True,
         parallel: int = 1,
         trace_file: str | PathLike[str] | None = None,
@@ -137,10 +149,10 @@ class Engine:
 
         `mode`: "int8" rounds activations to 8 bit where weights are quantised, "exact" computes
         in float32. `ctx` tokens of context (default: the model's). `kv_type` "f16" (default) or
-        "f32" (default in exact mode). `memory` says how RAM is used; with `profile`, what it and
-        `threads` leave open is as `tune` found best. Memory is planned for `parallel` sequences.
-        The routing of every generated token is appended to `trace_file`. `progress(stage, done,
-        total)` tells of kernels being compiled and weights being read.
+        "f32" (default in exact mode). `memory` and `gpu` say how RAM and VRAM are used; with
+        `profile`, what `memory` and `threads` leave open is as `tune` found best. Memory is planned
+        for `parallel` sequences. The routing of every generated token is appended to `trace_file`.
+        `progress(stage, done, total)` tells of kernels being compiled and weights being read.
         """
         if mode not in ("int8", "exact"):
             raise ArgumentError(f"mode {mode!r}: choose int8 or exact")
@@ -162,6 +174,7 @@ class Engine:
             ctx=ctx,
             kv_type=kv_type,
             memory=(memory or RamSettings()).tuned(tuned),
+            gpu=gpu or VramSettings(),
             parallel=parallel,
             trace_file=trace_file,
             progress=progress,
@@ -170,6 +183,9 @@ class Engine:
     def close(self) -> None:
         """End the threads and unmap the files, after the step that is running; may be repeated."""
         with self._lock:
+            if self._vram is not None:
+                self._vram.close()
+                self._vram = None
             if self._tier is not None:
                 self._tier.close()
                 self._tier = None
@@ -384,7 +400,27 @@ class Engine:
             paged.wait_seconds,
             paged.prefetched,
             paged.prefetch_hits,
+            *(() if self._vram is None else self._vram.counts()),
         )
+
+    def _open_vram(self, device: DeviceBackend, store: ExpertStore, context: int) -> VramTier:
+        """The tier on a device, planned for `context` tokens."""
+        from .vramtier import open_vram_tier  # of no use, and 50 ms to import, without a GPU
+
+        tier = open_vram_tier(
+            device,
+            self._weights,
+            self._model,
+            store,
+            self._ops,
+            self.gpu,
+            context=context,
+            kv_type=self.kv_type,
+            pinned=self.memory.pin,
+            learn=self.memory.learn,
+        )
+        store.offload = tier.offload
+        return tier
 
     # -------------------------------------------------------------------------- checks
     def _check_open(self) -> None:

@@ -16,6 +16,10 @@ class Counters:
     wait_seconds: float = 0.0
     prefetched_experts: int = 0
     prefetch_hits: int = 0
+    vram_hits: int = 0
+    vram_misses: int = 0
+    vram_uploads: int = 0
+    vram_upload_bytes: int = 0
 
     def __sub__(self, earlier: Counters) -> Counters:
         names = [field.name for field in fields(self)]
@@ -27,8 +31,9 @@ class Stats:
     """Figures of one reply; seconds, tokens and bytes.
 
     `bytes_read` and `major_faults` are of all of it; those of experts and `wait_seconds`, in which
-    the computation stood still for the disk, are of the tokens after the prompt. Replies that are
-    made at the same time share what is read: each has all of it.
+    the computation stood still for the disk, are of the tokens after the prompt. With a GPU, chosen
+    experts are hits or misses of VRAM first, and those that the CPU computes then of memory.
+    Replies that are made at the same time share what is read: each has all of it.
     """
 
     prompt_tokens: int = 0
@@ -46,6 +51,10 @@ class Stats:
     wait_seconds: float = 0.0
     prefetched_experts: int = 0
     prefetch_hits: int = 0
+    vram_hits: int = 0
+    vram_misses: int = 0
+    vram_uploads: int = 0
+    vram_upload_bytes: int = 0
     finish_reason: str = ""
 
     def count(self, whole: Counters, part: Counters) -> None:
@@ -54,6 +63,8 @@ class Stats:
         self.expert_hits, self.expert_misses = part.expert_hits, part.expert_misses
         self.wait_seconds = part.wait_seconds
         self.prefetched_experts, self.prefetch_hits = part.prefetched_experts, part.prefetch_hits
+        self.vram_hits, self.vram_misses = part.vram_hits, part.vram_misses
+        self.vram_uploads, self.vram_upload_bytes = part.vram_uploads, part.vram_upload_bytes
 
     def end_prompt(self) -> None:
         """What was counted so far is of the prompt."""
@@ -85,6 +96,16 @@ class Stats:
         return self.expert_hits / asked if asked else 1.0
 
     @property
+    def vram_hit_rate(self) -> float:
+        """The share of chosen experts that were in VRAM, 0 to 1; 0 without a GPU."""
+        return self.vram_hits / max(1, self.vram_hits + self.vram_misses)
+
+    @property
+    def vram_uploads_per_token(self) -> float:
+        """Experts that a token after the first had uploaded for later ones."""
+        return self.vram_uploads / max(1, self.generated_tokens - 1)
+
+    @property
     def prefetch_precision(self) -> float:
         """The share of prefetched experts that were used, 0 to 1."""
         return self.prefetch_hits / max(1, self.prefetched_experts)
@@ -101,6 +122,8 @@ _DERIVED = (
     "wait_share",
     "expert_hit_rate",
     "prefetch_precision",
+    "vram_hit_rate",
+    "vram_uploads_per_token",
 )
 
 

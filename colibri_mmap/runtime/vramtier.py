@@ -44,6 +44,13 @@ class VramTier:
     offload: Offload | None
     notices: tuple[str, ...]
 
+    def counts(self) -> tuple[int, int, int, int]:
+        """Chosen experts that were in VRAM and that were not; uploaded ones, and their bytes."""
+        if self.offload is None:
+            return 0, 0, 0, 0
+        stats = self.offload.cache.stats
+        return stats.hits, stats.misses, stats.uploads, stats.upload_bytes
+
     def close(self) -> None:
         """Give the memory back, after what is being computed."""
         if self.offload is not None:
