@@ -15,8 +15,10 @@ from colibri_mmap.cli.cache import cache
 from colibri_mmap.cli.chat import chat
 from colibri_mmap.cli.doctor import doctor
 from colibri_mmap.cli.inspect import inspect
+from colibri_mmap.cli.models import list_models, rm
 from colibri_mmap.cli.pack import pack, verify
 from colibri_mmap.cli.plan import plan
+from colibri_mmap.cli.pull import pull
 from colibri_mmap.cli.tune import tune
 from colibri_mmap.cli.warmup import warmup
 from colibri_mmap.errors import ColibriError
@@ -28,8 +30,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (chat, pack, verify, inspect, plan, doctor, tune, bench, warmup):
-    app.command()(command)
+for command in (
+    *(chat, pull, list_models, rm, pack, verify),
+    *(inspect, plan, doctor, tune, bench, warmup),
+):
+    app.command(command.__name__.removesuffix("_models"))(command)
 app.add_typer(cache, name="cache")
 
 

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(
-            help="A GGUF file, any shard of a split one, its directory, or a packed file."
-        ),
+        typer.Argument(metavar="PATH|NAME", parser=options.model_file, help=options.MODEL_HELP),
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors as well.")] = False,
     as_json: options.AsJson = False,

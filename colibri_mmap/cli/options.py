@@ -33,10 +33,30 @@ def _sampling(*names: str, **settings: Any) -> Any:
     return typer.Option(*names, rich_help_panel="Sampling", **settings)
 
 
-_MODEL_HELP = "A GGUF file, any shard of a split one, its directory, or a packed file."
-ModelPath = Annotated[Path, _model("-m", "--model", metavar="PATH", help=_MODEL_HELP)]
+def model_file(text: str) -> Path:
+    """The path that a model's path, or its name after a pull, stands for."""
+    from colibri_mmap.runtime.modelstore import resolve_model
+
+    return resolve_model(text)
+
+
+MODEL_HELP = (
+    "A GGUF file, any shard of a split one, its directory, a packed file, or the name of a pulled "
+    "model: owner/name:QUANT."
+)
+ModelPath = Annotated[
+    Path, _model("-m", "--model", metavar="PATH|NAME", parser=model_file, help=MODEL_HELP)
+]
 OptionalModelPath = Annotated[
-    Path | None, _model("-m", "--model", metavar="PATH", help=_MODEL_HELP, show_default=False)
+    Path | None,
+    _model(
+        "-m",
+        "--model",
+        metavar="PATH|NAME",
+        parser=model_file,
+        help=MODEL_HELP,
+        show_default=False,
+    ),
 ]
 Threads = Annotated[
     int,

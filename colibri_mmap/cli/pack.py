@@ -16,7 +16,12 @@ from colibri_mmap.errors import ArgumentError, FormatError
 NAMED = 3  # damaged parts that the error of `verify` names
 Source = Annotated[
     Path,
-    typer.Argument(help="A GGUF file, any shard of a split one, or its directory."),
+    typer.Argument(
+        metavar="PATH|NAME",
+        parser=options.model_file,
+        help="A GGUF file, any shard of a split one, its directory, or the name of a pulled model: "
+        "owner/name:QUANT.",
+    ),
 ]
 
 
@@ -83,7 +88,14 @@ def _hot_order(source: Path) -> dict[int, list[int]]:
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="A packed file, or any GGUF file.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH|NAME",
+            parser=options.model_file,
+            help="A packed file, any GGUF file, or the name of a pulled model.",
+        ),
+    ],
     verbose: options.Verbose = False,
 ) -> None:
     """Check a model file: its structure and, if it is packed, every checksum."""
