@@ -199,31 +199,31 @@ class ExpertStore:
         k: int,
     ) -> None:
         """Some experts of a layer in one launch, each on all of its tokens."""
-        ops = self._ops
+        ops, source, chosen = self._ops, self.pager.source, groups.experts[wave]
+        at = {n: source.addresses(n, layer, chosen).tolist() for n in experts.part_names}
         total = int((groups.stops[wave] - groups.starts[wave]).sum())
         gate, up = (ops.arena.rows(total, part.rows) for part in (experts.gate, experts.up))
         activation = [activation_job(self.activations[layer], gate, up)]
         phases: list[list[Job]] = [[], [], [], activation, [], [], []]
         first = 0
-        for index in wave.tolist():
+        for number, index in enumerate(wave.tolist()):
             start, count = (
                 int(groups.starts[index]),
                 int(groups.stops[index] - groups.starts[index]),
             )
-            expert = int(groups.experts[index])
             tokens = ops.arena.copy_in(groups.order[start : start + count] // k)
             packed: Packed = {}
             outs = (gate.part(first, count), up.part(first, count), y.part(start, count))
             for part, out in zip(experts.parts[:2], outs[:2], strict=True):
                 phases[0] += ops.pack_jobs(part.type, h, count, packed, tokens)
-                matrix = self._matrix(part, layer, expert)
+                matrix = part.at(at[part.name][number])
                 phases[1].append(ops.product_job(matrix, packed, out))
             packed = {}
             phases[4] += ops.pack_jobs(experts.down.type, outs[0], count, packed)
-            matrix = self._matrix(experts.down, layer, expert)
+            matrix = experts.down.at(at[experts.down.name][number])
             phases[5].append(ops.product_job(matrix, packed, outs[2]))
             for name, out, phase in zip(experts.bias_names, outs, (2, 2, 6), strict=False):
-                phases[phase].append(bias_job(out, self._address(name, layer, expert)))
+                phases[phase].append(bias_job(out, at[name][number]))
             first += count
         ops.run(None, lambda: phases)
 
