@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -43,6 +44,8 @@ def bench(
     prefetch_threads: options.PrefetchThreads = -1,
     lfu_weight: options.LfuWeight = 0.3,
     pin: options.Pins = None,
+    vram: options.Vram = "auto",
+    gpu_layers: options.GpuLayers = "auto",
     no_learn: options.NoLearn = False,
     no_profile: options.NoProfile = False,
     trace: options.TraceFile = None,
@@ -55,7 +58,7 @@ def bench(
     that warms up is not counted.
     """
     from colibri_mmap.cli.console import messages, results
-    from colibri_mmap.cli.memory import ram_settings
+    from colibri_mmap.cli.memory import ram_settings, vram_settings
     from colibri_mmap.cli.opening import open_engine
 
     console = messages()
@@ -74,6 +77,7 @@ def bench(
         threads=options.count_or_none(threads),
         ctx=prompt_tokens + reply_tokens,
         memory=memory,
+        gpu=vram_settings(vram, gpu_layers),
         profile=not no_profile,
         trace_file=trace,
     ) as engine:
@@ -118,12 +122,15 @@ def _report(engine: Engine, model: Path, samples: list[dict[str, Any]]) -> dict[
     """Everything that the numbers depend on, their medians, and all samples."""
     from colibri_mmap.runtime.simd import FORM
 
+    gpu = engine.device_report()
     names = (
         "prefill_tokens_per_second",
         "decode_tokens_per_second",
         "bytes_read_per_token",
         "expert_hit_rate",
         "wait_share",
+        "vram_hit_rate",
+        "vram_uploads_per_token",
     )
     return {
         "version": __version__,
@@ -132,6 +139,7 @@ def _report(engine: Engine, model: Path, samples: list[dict[str, Any]]) -> dict[
         "threads": engine.threads,
         "kernels": FORM,
         "memory": asdict(engine.memory),
+        "gpu": None if gpu is None else asdict(gpu),
         "prompt_tokens": samples[0]["prompt_tokens"],
         "generated_tokens": samples[0]["generated_tokens"],
         **{name: median(sample[name] for sample in samples) for name in names},
@@ -156,11 +164,21 @@ def _table(report: dict[str, Any]) -> Any:
         values = [sample[name] for sample in report["samples"]]
         numbers = (report[name], min(values), max(values))
         table.add_row(f"{label} of {count} tokens", *(f"{number:.1f}" for number in numbers))
+    table.caption, table.caption_justify = "\n".join(_remarks(report)) or None, "left"
+    return table
+
+
+def _remarks(report: dict[str, Any]) -> Iterator[str]:
+    """Where the experts of the reply were."""
+    if gpu := report["gpu"]:
+        yield (
+            f"{gpu['name']}: {gpu['layers']} layers and {gpu['experts']:,} of "
+            f"{gpu['experts_in_all']:,} experts; {report['vram_hit_rate']:.0%} of those chosen for "
+            f"the reply were there, {report['vram_uploads_per_token']:.1f} uploaded per token"
+        )
     if any(sample["expert_misses"] for sample in report["samples"]):
-        table.caption = (
+        yield (
             f"reply: {report['expert_hit_rate']:.0%} of the experts were in memory, "
             f"{report['bytes_read_per_token'] / 1e9:.2f} GB read per token, "
             f"{report['wait_share']:.0%} of the time spent waiting"
         )
-        table.caption_justify = "left"
-    return table

@@ -38,6 +38,8 @@ def chat(
     prefetch_threads: options.PrefetchThreads = -1,
     lfu_weight: options.LfuWeight = 0.3,
     pin: options.Pins = None,
+    vram: options.Vram = "auto",
+    gpu_layers: options.GpuLayers = "auto",
     no_learn: options.NoLearn = False,
     no_profile: options.NoProfile = False,
     trace: options.TraceFile = None,
@@ -77,7 +79,7 @@ def chat(
         raise ArgumentError("--json prints a single reply: add -p, -f or text on standard input")
 
     from colibri_mmap import Sampling
-    from colibri_mmap.cli.memory import ram_settings
+    from colibri_mmap.cli.memory import ram_settings, vram_settings
     from colibri_mmap.cli.opening import demo_model, open_engine
     from colibri_mmap.cli.reply import ReplySettings
     from colibri_mmap.runtime.template import ChatTemplate
@@ -116,6 +118,7 @@ def chat(
         ctx=ctx_size or None,
         kv_type=kv_type,
         memory=memory,
+        gpu=vram_settings(vram, gpu_layers),
         profile=not no_profile,
         trace_file=trace,
     ) as engine:

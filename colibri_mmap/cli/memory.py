@@ -1,4 +1,4 @@
-"""The memory options of a command as settings of the engine."""
+"""The memory and GPU options of a command as settings of the engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from colibri_mmap.errors import ArgumentError
 
 if TYPE_CHECKING:
     from colibri_mmap.runtime.ram import RamSettings
+    from colibri_mmap.runtime.vramsettings import VramSettings
 
 _PIN = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?:(\d{1,5})(?:-(\d{1,5}))?")
 
@@ -37,6 +38,15 @@ def ram_settings(
         pin=tuple(key for text in pins or () for key in _pins(text)),
         learn=not no_learn,
     )
+
+
+def vram_settings(vram: str, gpu_layers: str) -> VramSettings:
+    """The settings that the options of these names stand for; ArgumentError names a wrong one."""
+    from colibri_mmap.runtime.vramsettings import VramSettings
+
+    if gpu_layers != "auto" and not gpu_layers.isdecimal():
+        raise ArgumentError(f"--gpu-layers {gpu_layers}: give auto, or how many layers")
+    return VramSettings(vram, None if gpu_layers == "auto" else int(gpu_layers))
 
 
 def _prefetch(text: str) -> int | None:

@@ -14,6 +14,7 @@ DEMO = "demo: SmolLM2-135M upcycled to a Mixture of Experts, not a capable assis
 if TYPE_CHECKING:
     from colibri_mmap.runtime.engine import Engine
     from colibri_mmap.runtime.ram import RamSettings
+    from colibri_mmap.runtime.vramsettings import VramSettings
 
 
 def open_engine(
@@ -24,6 +25,7 @@ def open_engine(
     ctx: int | None = None,
     kv_type: KVType | None = None,
     memory: RamSettings | None = None,
+    gpu: VramSettings | None = None,
     profile: bool = True,
     trace_file: Path | None = None,
 ) -> Engine:
@@ -42,6 +44,7 @@ def open_engine(
                 ctx=ctx,
                 kv_type=kv_type,
                 memory=memory,
+                gpu=gpu,
                 profile=profile,
                 trace_file=trace_file,
                 progress=bar,

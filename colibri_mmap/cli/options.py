@@ -103,6 +103,25 @@ PrefetchThreads = Annotated[
         help="Threads that wait for the disk; -1: as tuned, or 2.",
     ),
 ]
+Vram = Annotated[
+    str,
+    _memory(
+        "--vram",
+        metavar="SIZE|auto|off",
+        help="GPU memory to use: 6G, or 50% of what there is; auto: all but a reserve, if there is "
+        "a GPU.",
+    ),
+]
+GpuLayers = Annotated[
+    str,
+    _memory(
+        "-ngl",
+        "--gpu-layers",
+        metavar="N|auto",
+        help="Layers whose attention and context live on the GPU too, the last ones; auto: as many "
+        "as fit beside some experts.",
+    ),
+]
 LfuWeight = Annotated[
     float,
     _memory(

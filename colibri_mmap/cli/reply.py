@@ -140,7 +140,12 @@ def progress_line(engine: Engine) -> str:
 
 
 def _memory_figures(stats: Stats) -> Iterator[str]:
-    """Per token of the reply: experts that were in memory, bytes from disk, time waited for it."""
+    """Per token of the reply: experts that were on the GPU, of the others those in memory, bytes
+    from disk, time waited for it."""
+    if stats.vram_hits + stats.vram_misses:
+        yield f"VRAM {stats.vram_hit_rate:.0%}"
+        if stats.vram_uploads:
+            yield f"{stats.vram_uploads_per_token:.1f} uploads/token"
     if stats.expert_hits + stats.expert_misses:
         yield f"hits {stats.expert_hit_rate:.0%}"
     yield f"{stats.bytes_read_per_token / 1e9:.2f} GB read/token"

@@ -16,6 +16,7 @@ from ..errors import ColibriError
 from ..format.describe import describe
 from ..format.experts import expert_layers
 from ..format.gguf import GGUF
+from .device import probe
 from .diskspeed import DiskProbe
 from .limits import MemoryLimits, memory_limits
 from .machine import BlockDevice, graphics_cards, mount_of, swap_in_use
@@ -143,10 +144,15 @@ def _populate() -> Finding:
 
 
 def _graphics() -> Finding:
-    cards = graphics_cards()
+    found, cards = probe(), graphics_cards()
+    if not isinstance(found, str):
+        free, total = found.memory_info()
+        text = f"{found.name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        found.close()
+        return _finding("GPU", text)
     if not cards:
-        return _finding("GPU", "none with a driver; none is needed")
-    return _finding("GPU", f"{', '.join(cards)}: not used, there is no VRAM tier yet")
+        return _finding("GPU", f"none is used, and none is needed ({found})")
+    return _finding("GPU", f"{', '.join(cards)} is not used", found)
 
 
 # ------------------------------------------------------------------------------ the model

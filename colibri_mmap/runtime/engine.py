@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError, FormatError
+from ..errors import ArgumentError, FormatError, ResourceError
 from ..format.gguf import GGUF, open_gguf
 from . import scheduler
 from .experts import ExpertStore
@@ -45,7 +45,7 @@ from .weights import Weights
 
 if TYPE_CHECKING:
     from .device import DeviceBackend
-    from .vramtier import VramTier
+    from .vramtier import DeviceReport, VramTier
 
 KVType = Literal["f16", "f32"]
 Message = Mapping[str, Any]
@@ -109,15 +109,16 @@ class Engine:
             self.template = ChatTemplate.of(self.tokenizer)
             self._tier.trunk.wait(progress and partial(progress, "reading weights"))
             self._weights.check()
+            gpu_notices: Sequence[str] = ()
             if device is not None:
-                self._vram = self._open_vram(device, store, parallel * planned)
+                gpu_notices = self._open_vram(device, store, parallel * planned)
             self._sequence = self.new_sequence()
         except BaseException:
             self.close()
             raise
         self.notices = [*self.tokenizer.notices, *self.template.notices, *self._context_notices()]
         self.notices += self._tier.notices
-        self.notices += self._vram.notices if self._vram is not None else ()
+        self.notices += gpu_notices
         self.stats = Stats()
         self.store: PrefixStore | None = None  # for `generate` and `chat`; its owner closes it
         self._generation: Generation | None = None  # whose sequence is the engine's own
@@ -403,24 +404,34 @@ class Engine:
             *(() if self._vram is None else self._vram.counts()),
         )
 
-    def _open_vram(self, device: DeviceBackend, store: ExpertStore, context: int) -> VramTier:
-        """The tier on a device, planned for `context` tokens."""
+    def device_report(self) -> DeviceReport | None:
+        """What the model has on a GPU now; None if there is none."""
+        return None if self._vram is None else self._vram.report()
+
+    def _open_vram(self, device: DeviceBackend, store: ExpertStore, context: int) -> Sequence[str]:
+        """Open the tier on a device, planned for `context` tokens; what the user should know."""
         from .vramtier import open_vram_tier  # of no use, and 50 ms to import, without a GPU
 
-        tier = open_vram_tier(
-            device,
-            self._weights,
-            self._model,
-            store,
-            self._ops,
-            self.gpu,
-            context=context,
-            kv_type=self.kv_type,
-            pinned=self.memory.pin,
-            learn=self.memory.learn,
-        )
-        store.offload = tier.offload
-        return tier
+        try:
+            self._vram = open_vram_tier(
+                device,
+                self._weights,
+                self._model,
+                store,
+                self._ops,
+                self.gpu,
+                context=context,
+                kv_type=self.kv_type,
+                pinned=self.memory.pin,
+                learn=self.memory.learn,
+            )
+        except ResourceError as error:
+            device.close()
+            if self.gpu.demanded:
+                raise
+            return [f"going on without the GPU: {error}"]
+        store.offload = self._vram.offload
+        return self._vram.notices
 
     # -------------------------------------------------------------------------- checks
     def _check_open(self) -> None:

@@ -51,6 +51,7 @@ class Offload:
         self._kernels = DeviceKernels(cast(DeviceBackend, self._recorder))  # it only launches
         self._launches: dict[object, Sequence[KernelLaunch]] = {}
         self._single: dict[int, ExpertTables] = {}  # of one token, by the number of experts
+        self._count = reader.numbers.count
         self._first = {layer: reader.numbers.first(layer) for layer in shapes}
         self._offsets = {layer: _offsets(reader.layouts[layer].offsets) for layer in shapes}
         self._missed = np.empty(0, np.int64)
@@ -108,6 +109,13 @@ class Offload:
         """Upload experts of a layer that are likely to be chosen next, the likeliest first."""
         if layer in self._first:
             self.cache.prefetch(self._first[layer] + expert for expert in experts)
+
+    def resident(self) -> dict[int, NDArray[np.bool_]]:
+        """Which experts of each layer are in VRAM or on their way there."""
+        everywhere = self.cache.resident()
+        return {
+            layer: everywhere[first : first + self._count] for layer, first in self._first.items()
+        }
 
     # -------------------------------------------------------------------------- launching
     def _start(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..errors import ResourceError
 from .device import DeviceBackend
 from .devicekernels import CLAMPED_SWIGLU, SILU, ExpertShape
@@ -34,6 +36,18 @@ _ACTIVATIONS = {elementwise.silu_mul: SILU, elementwise.clamped_swiglu: CLAMPED_
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """What a model has on a device: the blocks and experts that are there, and the plan."""
+
+    name: str
+    total_bytes: int
+    layers: int
+    experts: int
+    experts_in_all: int
+    plan: VramPlan
+
+
+@dataclass(frozen=True, slots=True)
 class VramTier:
     """What a model has on a device; `trunk` None: all blocks are the CPU's, `offload` None: so are
     all experts."""
@@ -50,6 +64,18 @@ class VramTier:
             return 0, 0, 0, 0
         stats = self.offload.cache.stats
         return stats.hits, stats.misses, stats.uploads, stats.upload_bytes
+
+    def report(self) -> DeviceReport:
+        """What is on the device now."""
+        resident = {} if self.offload is None else self.offload.resident()
+        return DeviceReport(
+            name=self.backend.name,
+            total_bytes=self.backend.memory_info()[1],
+            layers=0 if self.trunk is None else len(self.trunk.layers),
+            experts=sum(int(np.count_nonzero(layer)) for layer in resident.values()),
+            experts_in_all=sum(len(layer) for layer in resident.values()),
+            plan=self.plan,
+        )
 
     def close(self) -> None:
         """Give the memory back, after what is being computed."""

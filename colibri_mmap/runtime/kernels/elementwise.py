@@ -269,7 +269,8 @@ def add_gated(args: int, lo: int, hi: int, scratch: int) -> None:
 def combine_experts(args: int, lo: int, hi: int, scratch: int) -> None:
     """out[t] = x[t] + the sum in order of j of weights[t, j] * y[slots[t, j]]; out may be x.
 
-    A slot of -1 is left out: that expert is computed elsewhere. Arguments: x, stride, out, stride, y, stride, slots int64 [T, k], weights float32 [T, k], k, n.
+    A slot of -1 is left out: that expert is computed elsewhere.
+    Arguments: x, stride, out, stride, y, stride, slots int64 [T, k], weights float32 [T, k], k, n.
     """
     x, x_stride, out, out_stride = load_4_words(args)
     y, y_stride, slots, weights = load_4_words(args + 32)
