@@ -197,7 +197,7 @@ class DeviceKernels:
         s = Address(d + _aligned(4 * count * blocks))
         packed = Packed(Address(scratch), d, s, width, count)
         grid, block = (_up(blocks, _WARPS_PER_BLOCK), count, 1), (32, _WARPS_PER_BLOCK, 1)
-        self._launch("quantise_q8", grid, block, Address(x), packed.x, d, s, stride, width)
+        self.launch("quantise_q8", grid, block, Address(x), packed.x, d, s, stride, width)
         return packed
 
     # -------------------------------------------------------------------------- one matrix
@@ -215,7 +215,7 @@ class DeviceKernels:
         n = _columns(packed.count)
         tiles = _up(packed.count, n)
         grid_x, block = _tiling(type, columns, _up(rows, _ROWS), tiles)
-        self._launch(
+        self.launch(
             f"matvec_{type.name.lower()}_c{n}",
             *((grid_x, tiles, 1), block),
             *(Address(matrix), *packed.arguments, Address(out), out_stride),
@@ -227,7 +227,7 @@ class DeviceKernels:
         grid = (_up(rows * _units(type, columns), _DEQUANTISE_THREADS), 1, 1)
         arguments = (Address(matrix), Address(out), rows, columns)
         block = (_DEQUANTISE_THREADS, 1, 1)
-        self._launch(f"dequantise_{type.name.lower()}", grid, block, *arguments)
+        self.launch(f"dequantise_{type.name.lower()}", grid, block, *arguments)
 
     # -------------------------------------------------------------------------- experts
     @staticmethod
@@ -252,90 +252,95 @@ class DeviceKernels:
 
         `address`: the device's copy of `tables`; `packed`: x [T, width] for `shape.type`.
         """
-        hidden = Address(scratch)
-        self._gate_up(shape, tables, address, packed, hidden)
-        behind = scratch + _aligned(4 * tables.pairs * shape.hidden)
-        size = tables.pairs, shape.hidden
-        rows = self.pack(shape.down_type, hidden, *size, shape.hidden, behind)
-        y = Address(behind + self.packed_bytes(*size))
-        if tables.most == 1:
-            self._down_weighted(shape, tables, address, rows, out, out_stride, add)
-        else:
-            self._down(shape, tables, address, rows, y)
-            self._combine(shape, tables, address, y, out, out_stride, add)
+        step = ExpertStep(self, shape, tables, address, packed, scratch, out, out_stride, add)
+        step.gate_up()
+        step.down()
 
-    def _gate_up(
-        self,
-        shape: ExpertShape,
-        tables: ExpertTables,
-        address: int,
-        packed: Packed,
-        hidden: Address,
+    def launch(
+        self, kernel: str, grid: Dimensions, block: Dimensions, *arguments: int | float
     ) -> None:
+        """Run a kernel on the compute stream."""
+        self._device.launch(kernel, grid, block, arguments, self._device.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStep:
+    """One call of `DeviceKernels.experts` in its two halves."""
+
+    kernels: DeviceKernels
+    shape: ExpertShape
+    tables: ExpertTables
+    address: int
+    packed: Packed
+    scratch: int
+    out: int
+    out_stride: int
+    add: bool
+
+    def gate_up(self) -> None:
+        """The hidden rows float32 [P, F], at `scratch`."""
+        shape, tables = self.shape, self.tables
         n = _columns(tables.most)
         tiles = _up(tables.most, n)
         grid_x, block = _tiling(shape.type, shape.width, shape.hidden, tables.groups * tiles)
-        gates, ups, _, gate_biases, up_biases, *_, starts, tokens = tables.places(address)[:10]
-        self._launch(
+        gates, ups, _, gate_biases, up_biases, *_, starts, tokens = self._places[:10]
+        self.kernels.launch(
             f"gate_up_{shape.type.name.lower()}_c{n}",
             *((grid_x, tables.groups, tiles), block),
-            *(gates, ups, gate_biases, up_biases, starts, tokens, *packed.arguments, hidden),
-            *(shape.hidden, shape.width, shape.activation),
+            *(gates, ups, gate_biases, up_biases, starts, tokens, *self.packed.arguments),
+            *(Address(self.scratch), shape.hidden, shape.width, shape.activation),
         )
 
-    def _down_weighted(
-        self,
-        shape: ExpertShape,
-        tables: ExpertTables,
-        address: int,
-        hidden: Packed,
-        out: int,
-        out_stride: int,
-        add: bool,
-    ) -> None:
+    def down(self) -> None:
+        """The outputs from the hidden rows."""
+        shape, pairs = self.shape, self.tables.pairs
+        behind = self.scratch + _aligned(4 * pairs * shape.hidden)
+        size = pairs, shape.hidden
+        hidden = self.kernels.pack(shape.down_type, self.scratch, *size, shape.hidden, behind)
+        if self.tables.most == 1:
+            self._down_weighted(hidden)
+        else:
+            y = Address(behind + self.kernels.packed_bytes(*size))
+            self._down(hidden, y)
+            self._combine(y)
+
+    @property
+    def _places(self) -> tuple[Address, ...]:
+        return self.tables.places(self.address)
+
+    def _down_weighted(self, hidden: Packed) -> None:
+        shape, tables = self.shape, self.tables
         columns = shape.hidden * _up(tables.pairs, tables.count)
-        tiling = _tiling(shape.down_type, columns, _up(shape.width, _ROWS), tables.count)
-        downs, biases, _, _, starts, pairs, weights = tables.places(address)[6:]
-        self._launch(
+        grid_x, block = _tiling(shape.down_type, columns, _up(shape.width, _ROWS), tables.count)
+        downs, biases, _, _, starts, pairs, weights = self._places[6:]
+        self.kernels.launch(
             f"down_weighted_{shape.down_type.name.lower()}",
-            *((tiling[0], tables.count, 1), tiling[1]),
+            *((grid_x, tables.count, 1), block),
             *(downs, biases, starts, pairs, weights, *hidden.arguments),
-            *(Address(out), out_stride, shape.width, shape.hidden, int(add)),
+            *(Address(self.out), self.out_stride, shape.width, shape.hidden, int(self.add)),
         )
 
-    def _down(
-        self, shape: ExpertShape, tables: ExpertTables, address: int, hidden: Packed, y: Address
-    ) -> None:
+    def _down(self, hidden: Packed, y: Address) -> None:
+        shape, tables, places = self.shape, self.tables, self._places
         n = _columns(tables.most)
-        tiles = _up(tables.most, n)
-        row_groups = _up(shape.width, _ROWS)
-        grid_x, block = _tiling(shape.down_type, shape.hidden, row_groups, tables.groups * tiles)
-        places = tables.places(address)
-        self._launch(
+        tiles, row_groups = _up(tables.most, n), _up(shape.width, _ROWS)
+        others = tables.groups * tiles
+        grid_x, block = _tiling(shape.down_type, shape.hidden, row_groups, others)
+        self.kernels.launch(
             f"down_{shape.down_type.name.lower()}_c{n}",
             *((grid_x, tables.groups, tiles), block),
             *(places[2], places[5], places[8], *hidden.arguments, y, shape.width, shape.hidden),
         )
 
-    def _combine(
-        self,
-        shape: ExpertShape,
-        tables: ExpertTables,
-        address: int,
-        y: Address,
-        out: int,
-        out_stride: int,
-        add: bool,
-    ) -> None:
-        starts, pairs, weights = tables.places(address)[10:]
-        grid = (_up(shape.width, _COMBINE_THREADS), tables.count, 1)
-        arguments = (y, starts, pairs, weights, Address(out), out_stride, shape.width, int(add))
-        self._launch("combine_pairs", grid, (_COMBINE_THREADS, 1, 1), *arguments)
-
-    def _launch(
-        self, kernel: str, grid: Dimensions, block: Dimensions, *arguments: int | float
-    ) -> None:
-        self._device.launch(kernel, grid, block, arguments, self._device.compute)
+    def _combine(self, y: Address) -> None:
+        width = self.shape.width
+        starts, pairs, weights = self._places[10:]
+        self.kernels.launch(
+            "combine_pairs",
+            *((_up(width, _COMBINE_THREADS), self.tables.count, 1), (_COMBINE_THREADS, 1, 1)),
+            *(y, starts, pairs, weights),
+            *(Address(self.out), self.out_stride, width, int(self.add)),
+        )
 
 
 def _aligned(nbytes: int) -> int:

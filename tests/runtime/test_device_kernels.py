@@ -13,14 +13,18 @@ from devicecases import (
     TOLERANCE,
     Recording,
     Workbench,
+    as_seen,
     check_matvec,
     check_quantise,
     check_type,
+    dequantised,
     expert_shape,
     random_activations,
     random_experts,
     random_weights,
+    worst,
 )
+from devicevectors import DEVIATION, compare
 from shim import Shim
 
 from colibri_mmap.format.quants import GGMLType
@@ -122,8 +126,6 @@ def test_weights_that_cancel(bench: Workbench) -> None:
         raw = random_weights(type, 4, 512, rng)
         x = np.full((1, 512), np.float32(3))
         found = bench.matvec(type, raw, x)[:, :4]
-        from devicecases import as_seen, dequantised, worst
-
         w, seen = dequantised(type, raw), as_seen(type, x)
         assert worst(found, seen @ w.T, np.abs(seen) @ np.abs(w).T) <= TOLERANCE
 
@@ -158,3 +160,13 @@ def test_every_kernel_has_one_module() -> None:
     assert len(kernels) == len(set(kernels))
     assert module_of("matvec_q4_k_c8") == "experts_q4_k"
     assert module_of("quantise_q8") == "rows"
+
+
+def test_the_vectors_are_what_the_shim_gives(shim: Shim) -> None:
+    compare(Workbench(HostBackend(shim)), lambda name, deviation: None, exact=True)
+
+
+@pytest.mark.parametrize("on", ["twins", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_the_vectors_are_what_every_device_gives(on: str, request: pytest.FixtureRequest) -> None:
+    device = request.getfixturevalue("gpu") if on == "gpu" else HostBackend(execute)
+    assert compare(Workbench(device), lambda name, deviation: None) <= DEVIATION
