@@ -96,6 +96,8 @@ class Hosting:
     async def use(self, name: str) -> AbstractContextManager[LoadedModel]:
         """The model for one request, opened if it is not; it stays until the context is left."""
         place = self.place(name)
+        if self._closing:
+            raise ApiError(503, "the server is ending", code="server_ending")
         while not place.settled.is_set():
             await place.settled.wait()
         place.enter()

@@ -41,6 +41,8 @@ async def models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> Response:
     """One model, by any of its names."""
+    if not name:
+        return await models(request)
     return json_response(_described(service_of(request).hosting.place(name)))
 
 

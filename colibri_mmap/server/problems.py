@@ -6,6 +6,7 @@ Every refusal is an `ApiError`; errors of the layers below become one here and n
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,12 @@ from colibri_mmap.errors import (
     TemplateError,
 )
 
+_log = logging.getLogger(__name__)
+
 RETRY_SECONDS = 5  # what Retry-After says: about a short reply
+
+# pydantic's words for a body that is no object, or none at all.
+_NO_OBJECT = ("missing", "model_attributes_type", "model_type")
 
 _OPENAI_TYPES = {429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
@@ -108,7 +114,7 @@ def as_api_error(error: Exception) -> ApiError:
         case QueueFull():
             return ApiError(429, str(error), code="queue_full")
         case ContextLengthError():
-            return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+            return ApiError(400, str(error), code="context_length_exceeded")
         case TemplateError():
             return ApiError(400, str(error), code="template_error", param="messages")
         case ArgumentError():
@@ -116,6 +122,7 @@ def as_api_error(error: Exception) -> ApiError:
         case ColibriError():
             return ApiError(500, str(error), code=type(error).__name__)
         case _:
+            _log.error("internal error", exc_info=error)
             return ApiError(500, "internal error: see the server's output", code="internal_error")
 
 
@@ -124,7 +131,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         wording = {404: f"there is no {request.url.path}", 405: f"{request.method} is not allowed"}
         message = wording.get(error.status_code, str(error.detail))
-        response = ApiError(error.status_code, message).response(request.url.path)
+        code = "body_too_large" if error.status_code == 413 else None
+        response = ApiError(error.status_code, message, code=code).response(request.url.path)
         response.headers.update(error.headers or {})
         return response
     return as_api_error(error).response(request.url.path)
@@ -143,14 +151,14 @@ def _described(errors: Sequence[Any]) -> ApiError:
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     param = _field_name(place)
-    if not param:
+    if kind in _NO_OBJECT and not param:
         return ApiError(400, "send a JSON object, as application/json", code="invalid_json")
     if kind == "extra_forbidden":
         return refuse(param, "this server does not support the field", "unsupported_field")
     if kind == "missing":
         return refuse(param, "the field is missing", "missing_field")
     code = kind if kind == "unsupported_value" else "invalid_value"
-    return refuse(param, first["msg"][:1].lower() + first["msg"][1:], code)
+    return refuse(param or "body", first["msg"][:1].lower() + first["msg"][1:], code)
 
 
 def _field_name(place: Sequence[str | int]) -> str:
