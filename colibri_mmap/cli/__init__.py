@@ -19,6 +19,7 @@ from colibri_mmap.cli.models import list_models, rm
 from colibri_mmap.cli.pack import pack, verify
 from colibri_mmap.cli.plan import plan
 from colibri_mmap.cli.pull import pull
+from colibri_mmap.cli.serve import serve
 from colibri_mmap.cli.tune import tune
 from colibri_mmap.cli.warmup import warmup
 from colibri_mmap.errors import ColibriError
@@ -31,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    *(chat, pull, list_models, rm, pack, verify),
+    *(chat, serve, pull, list_models, rm, pack, verify),
     *(inspect, plan, doctor, tune, bench, warmup),
 ):
     app.command(command.__name__.removesuffix("_models"))(command)
