@@ -63,7 +63,7 @@ def _measure(backend: DeviceBackend, path: Path, nbytes: int, count: int) -> Rat
         fd = file.fileno()
 
         def fill(number: int, staging: NDArray[np.uint8]) -> None:
-            if os.preadv(fd, [staging], number % places * nbytes) != nbytes:
+            if os.preadv(fd, [memoryview(staging)], number % places * nbytes) != nbytes:
                 raise OSError("the file ends early")
 
         for threads in THREADS:
@@ -74,7 +74,7 @@ def _measure(backend: DeviceBackend, path: Path, nbytes: int, count: int) -> Rat
     return rates
 
 
-def _rate(nbytes: int, work: Callable[[], None]) -> float:
+def _rate(nbytes: int, work: Callable[[], object]) -> float:
     """GB/s in the median of some repeats, after one that is not counted."""
     times = []
     for _ in range(_REPEATS + 1):
@@ -112,7 +112,7 @@ def _fill_rate(
             fill(number, buffers[index])
 
     with ThreadPoolExecutor(threads) as pool:
-        return _rate(count * nbytes, lambda: list(pool.map(part, range(threads))) and None)
+        return _rate(count * nbytes, lambda: list(pool.map(part, range(threads))))
 
 
 def _cache_rate(

@@ -128,17 +128,16 @@ class Uploader:
 
     def _perform(self, upload: Upload, buffer: _Buffer) -> None:
         try:
-            ready = self._copy(upload, buffer)
+            self._arrived(upload, self._copy(upload, buffer))
         except (OSError, DeviceError) as error:
             self._failed(upload, error)
-        else:
-            self._arrived(upload, ready)
-        with self._changed:
-            self._busy -= 1
-            self._free.append(buffer)
-            self._changed.notify()
-            if not self._busy and not any(self._waiting):
-                self._idle.notify_all()
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._free.append(buffer)
+                self._changed.notify()
+                if not self._busy and not any(self._waiting):
+                    self._idle.notify_all()
 
     def _copy(self, upload: Upload, buffer: _Buffer) -> Event:
         """Fill a buffer and have it copied to the slot; the event behind the copy."""

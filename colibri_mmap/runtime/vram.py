@@ -172,8 +172,10 @@ class VramCache:
 
     def close(self) -> None:
         """End the uploads and free the memory; kernels must not read it any more."""
-        self._uploader.close()
-        self._memory.free()
+        try:
+            self._uploader.close()
+        finally:
+            self._memory.free()
 
     # -------------------------------------------------------------------------- within
     def _admit(self, number: int, priority: Priority) -> bool:
