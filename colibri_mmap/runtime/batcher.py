@@ -1,11 +1,11 @@
 """Serving several requests with one engine: one thread runs all steps of the model.
 
-By turns it reads a part of one prompt and lets every reply that is under way go on by a token, all
-of them in one step, so that an expert which several of them chose is read once. A reply is what it
-would be if it were the only one.
+It reads a part of one prompt, then lets every reply that is under way go on, by a token in each
+step, so that an expert which several of them chose is read once; and so on by turns, which take
+equally long. A reply is what it would be if it were the only one.
 
-Prompts that are read at the same time take turns, part by part: a long one may take minutes, and a
-short one should not have to wait for it.
+Prompts that are read at the same time take turns too, part by part: a long one may take minutes,
+and a short one should not have to wait for it.
 """
 
 from __future__ import annotations
@@ -13,51 +13,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..errors import ArgumentError, ColibriError, QueueFull, ResourceError
-from . import scheduler
 from .engine import Engine
 from .events import Event, Failed, Finished, PromptProgress, Started, TokenEvent
 from .generation import FinishReason, Generation, Request
+from .prefixstore import PrefixStore
 from .tokenwriter import Token
 
 _SPEED_SECONDS = 10.0  # over which the speed is told
 _REPLY_ROOM = 1024  # tokens of a reply that memory is kept for; more is asked for in time
-
-
-class SequenceStore(Protocol):
-    """Keeps sequences that nobody is using, for prompts that begin like them."""
-
-    def take(self, ids: Sequence[int]) -> scheduler.Sequence:
-        """A sequence that knows a prefix of ids[:-1], as long as possible, at worst nothing."""
-        ...
-
-    def give(self, sequence: scheduler.Sequence) -> None:
-        """Take a sequence back."""
-        ...
-
-    def checkpoint(self, sequence: scheduler.Sequence) -> None:
-        """A sequence in use knows what may be worth keeping, should it not be able to go back."""
-        ...
-
-
-class FreshSequences:
-    """A store that keeps nothing."""
-
-    def __init__(self, new_sequence: Callable[[], scheduler.Sequence]) -> None:
-        self._new_sequence = new_sequence
-
-    def take(self, ids: Sequence[int]) -> scheduler.Sequence:
-        return self._new_sequence()
-
-    def give(self, sequence: scheduler.Sequence) -> None:
-        """It is forgotten."""
-
-    def checkpoint(self, sequence: scheduler.Sequence) -> None:
-        """Nothing of it is kept."""
 
 
 class Ticket:
@@ -127,7 +94,7 @@ class Batcher:
     """
 
     def __init__(
-        self, engine: Engine, store: SequenceStore, *, parallel: int = 4, queue_limit: int = 64
+        self, engine: Engine, store: PrefixStore, *, parallel: int = 4, queue_limit: int = 64
     ) -> None:
         if not 1 <= parallel <= 64:
             raise ArgumentError(f"parallel must be 1 to 64, not {parallel}")
@@ -138,6 +105,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._queue: deque[Ticket] = deque()
         self._active: list[Ticket] = []  # the prompt whose turn it is comes first
+        self._owed = 0.0  # seconds by which replies got less time than prompts
         self._closed = False
         self._spoken: deque[tuple[float, int]] = deque()  # (when, tokens) of the latest steps
         self._finished: Counter[FinishReason] = Counter()
@@ -208,8 +176,11 @@ class Batcher:
             except Exception as error:  # a bug, or no memory: it must not end the others to come
                 for ticket in self._active.copy():
                     self._fail(ticket, error)
-        for ticket in [*self._active, *self._queue]:
-            self._end(ticket, "cancelled")
+        for ticket in self._tickets():
+            try:
+                self._end(ticket, "cancelled")
+            except Exception as error:
+                self._fail(ticket, error)
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do; False if it is to end."""
@@ -217,32 +188,49 @@ class Batcher:
             self._changed.wait_for(lambda: self._closed or self._queue or self._active)
             return not self._closed
 
+    def _tickets(self) -> list[Ticket]:
+        with self._changed:
+            return [*self._active, *self._queue]
+
     def _turn(self) -> None:
-        """A part of one prompt, then a token of every reply that is under way."""
-        for ticket in [*self._active, *self._queue]:
+        """A part of one prompt if it is time to, and a token of every reply that is under way."""
+        for ticket in self._tickets():
             reason = ticket.over
             if reason is not None:
                 self._end(ticket, reason)
         self._shrink()
         self._admit()
-        reading = next((t for t in self._active if t.generation.pending > 1), None)
-        if reading is not None:
-            self._step([reading])
-            if reading in self._active:
-                with self._changed:
-                    self._active.remove(reading)
-                    self._active.append(reading)
-        decoding = [t for t in self._active if t.generation.pending == 1]
+        if self._owed <= 0:
+            self._read_a_part()
+        started = time.monotonic()
+        decoding = [ticket for ticket in self._active if ticket.generation.pending == 1]
         if decoding:
             self._step(decoding)
+            self._owed = max(0.0, self._owed - (time.monotonic() - started))
+        else:
+            self._owed = 0.0
+
+    def _read_a_part(self) -> None:
+        """The next part of the prompt whose turn it is."""
+        reading = next((t for t in self._active if t.generation.pending > 1), None)
+        if reading is None:
+            return
+        started = time.monotonic()
+        self._step([reading])
+        self._owed = time.monotonic() - started
+        with self._changed:
+            if reading in self._active:
+                self._active.remove(reading)
+                self._active.append(reading)
 
     def _step(self, tickets: list[Ticket]) -> None:
         """One step of the model; an error in it fails the requests that took part."""
         try:
             logits = self._engine.run([ticket.generation for ticket in tickets])
         except Exception as error:
+            # A disk that failed left the sequences as they were; after a bug, who knows.
             for ticket in tickets:
-                self._fail(ticket, error)
+                self._fail(ticket, error, keep=isinstance(error, ColibriError))
             return
         for ticket in tickets:
             self._note_prompt(ticket)
@@ -285,17 +273,23 @@ class Batcher:
             ticket.room = tokens, nbytes
         return nbytes
 
+    @property
+    def _room(self) -> int:
+        """The bytes of all sequences in use: what idle ones leave, at least what was planned."""
+        engine = self._engine
+        return max(engine.sequence_room - self._store.ram_bytes, engine.memory_plan.kv_bytes)
+
     def _shrink(self) -> None:
         """Give up the latest requests if the replies outgrow what memory there is."""
-        while sum(map(self._room_for, self._active)) > self._engine.sequence_room:
+        while sum(map(self._room_for, self._active)) > self._room:
             latest = max(self._active, key=lambda ticket: ticket.number)
-            self._fail(latest, self._no_memory(latest))
+            self._fail(latest, self._no_memory(latest), keep=True)
 
     def _no_memory(self, ticket: Ticket) -> ResourceError:
         tokens, nbytes = ticket.room
         return ResourceError(
             f"{tokens} tokens of context take {nbytes / 1e9:.2f} GB, and all requests together can "
-            f"have {self._engine.sequence_room / 1e9:.2f} GB: shorten the request, or allow more "
+            f"have {self._room / 1e9:.2f} GB: shorten the request, or allow more "
             "memory"
         )
 
@@ -305,7 +299,7 @@ class Batcher:
         while self._queue and len(self._active) < self._parallel:
             ticket = self._queue[0]
             taken = sum(map(self._room_for, self._active))
-            if taken + self._room_for(ticket) <= self._engine.sequence_room:
+            if taken + self._room_for(ticket) <= self._room:
                 self._begin(ticket)
             elif taken:
                 return
@@ -337,27 +331,33 @@ class Batcher:
     def _conclude(self, ticket: Ticket) -> None:
         """The reply has ended."""
         generation = ticket.generation
-        if ticket in self._active:
-            self._store.give(generation.sequence)
-        self._remove(ticket)
         reason = generation.reason
         assert reason is not None
+        begun = self._remove(ticket)
         with self._changed:
             self._finished[reason] += 1
         ticket.tell(Finished(reason, generation.stats, generation.stop_string))
+        if begun:
+            self._store.give(generation.sequence)
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
-        """There will be no more of a reply; what its sequence knows is given up."""
-        self._remove(ticket)
+    def _fail(self, ticket: Ticket, error: Exception, *, keep: bool = False) -> None:
+        """There will be no more of a reply; `keep` what its sequence knows, or give it up."""
+        begun = self._remove(ticket)
         with self._changed:
             self._failed += 1
         ticket.tell(Failed(error))
+        if begun and keep:
+            self._store.give(ticket.generation.sequence)
 
-    def _remove(self, ticket: Ticket) -> None:
+    def _remove(self, ticket: Ticket) -> bool:
+        """Forget a request; whether it had left the queue."""
         with self._changed:
-            for tickets in (self._queue, self._active):
-                if ticket in tickets:
-                    tickets.remove(ticket)
+            begun = ticket in self._active
+            if begun:
+                self._active.remove(ticket)
+            elif ticket in self._queue:
+                self._queue.remove(ticket)
+        return begun
 
     def _tell_tokens(self, ticket: Ticket, tokens: list[Token]) -> None:
         for token in tokens:

@@ -79,7 +79,7 @@ class PrefixStore:
         `notify` gets one line when files cannot be used or written, from any thread.
         """
         self.model = model
-        self._new_sequence, self._ram_bytes = new_sequence, ram_bytes
+        self._new_sequence, self.ram_bytes = new_sequence, ram_bytes
         self._cuttable = new_sequence().cache.cuttable
         self._length_limit = length_limit
         self._roots = [chained(f"{model} {kind}".encode(), _tokens(())) for kind in range(2)]
@@ -140,7 +140,7 @@ class PrefixStore:
         cache.checkpoint(len(sequence.ids))
         kept = cache.checkpoints
         while len(kept) > 1 and (
-            len(kept) > _MOST_CHECKPOINTS or 2 * _checkpoint_bytes(kept) > self._ram_bytes
+            len(kept) > _MOST_CHECKPOINTS or 2 * _checkpoint_bytes(kept) > self.ram_bytes
         ):
             kept = without_the_closest(kept, _NEWEST)
         cache.checkpoints = kept
@@ -178,7 +178,7 @@ class PrefixStore:
         """The sequence itself, cut to `length`, or a copy if both are worth their memory."""
         lost = len(idle.tokens) - length
         both = idle.cache.nbytes * (len(idle.tokens) + length) // len(idle.tokens)
-        if lost <= max(_TRIFLE, length // _SMALL_PART) or both > self._ram_bytes:
+        if lost <= max(_TRIFLE, length // _SMALL_PART) or both > self.ram_bytes:
             self._idle.remove(idle)
             idle.sequence.rewind(length)
             return idle.sequence
@@ -197,7 +197,7 @@ class PrefixStore:
 
     def _make_room(self) -> None:
         """Forget the least recently used; the newest one waits for being written."""
-        while self._idle and self._held() > self._ram_bytes:
+        while self._idle and self._held() > self.ram_bytes:
             candidates = [idle for idle in self._idle if idle.written] or self._idle
             if candidates is self._idle and len(self._idle) == 1:
                 return
