@@ -62,7 +62,9 @@ class Stats:
         self.bytes_read, self.major_faults = whole.bytes_read, whole.major_faults
         self.expert_hits, self.expert_misses = part.expert_hits, part.expert_misses
         self.wait_seconds = part.wait_seconds
-        self.prefetched_experts, self.prefetch_hits = part.prefetched_experts, part.prefetch_hits
+        self.prefetched_experts = part.prefetched_experts
+        # What was prefetched before may be hit now.
+        self.prefetch_hits = min(part.prefetch_hits, part.prefetched_experts)
         self.vram_hits, self.vram_misses = part.vram_hits, part.vram_misses
         self.vram_uploads, self.vram_upload_bytes = part.vram_uploads, part.vram_upload_bytes
 
