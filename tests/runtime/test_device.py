@@ -6,18 +6,20 @@ import ctypes
 import importlib.util
 import os
 import re
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from colibri_mmap.errors import ArgumentError
-from colibri_mmap.runtime.cuda import open_cuda
+from colibri_mmap.runtime.cuda import _Kernel, open_cuda
 from colibri_mmap.runtime.cudasources import CudaModule
 from colibri_mmap.runtime.device import (
     ALIGNMENT,
@@ -228,6 +230,24 @@ def test_a_deferred_device_runs_only_in_order() -> None:
 
 
 # ------------------------------------------------------------------------------ the GPU's
+def test_parameters_lie_where_a_launch_reads_them() -> None:
+    """As cuLaunchKernel does: a pointer to each, of which it takes as much as is declared."""
+    first = (Address(1 << 40), 7, 0.5, np.float32(2.5), np.int64(-3))
+    kernel = _Kernel(SimpleNamespace(ptr=11), first)
+    for arguments in (first, (Address(1 << 41), -8, 1.5, 3, np.int32(4))):
+        kernel.pack(*arguments)
+        places = (ctypes.c_void_p * 5).from_address(kernel.parameters)
+        kinds = (ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_float, ctypes.c_int32)
+        found = [
+            kind.from_address(place or 0).value for kind, place in zip(kinds, places, strict=True)
+        ]
+        assert found == list(arguments)
+    assert kernel.function == 11
+    with pytest.raises(struct.error):
+        kernel.pack(Address(0), 7.5, 0.5, 0.5, 1)  # a float where the first launch had an integer
+    _Kernel(SimpleNamespace(ptr=11), ()).pack()
+
+
 def expert_bytes(number: int, nbytes: int) -> NDArray[np.uint8]:
     return ((number * 37 + np.arange(nbytes) % 251) & 255).astype(np.uint8)
 
