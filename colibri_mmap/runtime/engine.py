@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
@@ -384,7 +384,8 @@ class Engine:
                 self._weights.mend()
                 raise
             if writer is not None and trace is not None:
-                writer.write(trace.experts)
+                for part in _passes(trace, len(work)):
+                    writer.write(part)
             if self._tier is not None and self._steps % _MAINTAIN_EVERY == 0:
                 self._tier.maintain()
             self._steps += 1
@@ -473,3 +474,12 @@ class Engine:
                 "tensor 'token_embd.weight'",
                 f"has {rows} rows, but the tokenizer has {tokens} tokens",
             )
+
+
+def _passes(trace: Trace, sequences: int) -> Iterator[Mapping[int, NDArray[np.int64]]]:
+    """A step as a trace file has it: a decode step of several replies is one step of each."""
+    if sequences == 1:
+        yield trace.experts
+        return
+    for row in range(sequences):
+        yield {layer: ids[row : row + 1] for layer, ids in trace.experts.items()}
