@@ -137,12 +137,13 @@ class VramCache:
             self._admit(number, Priority.PREFETCH)
 
     def warm(self) -> None:
-        """Fill the free slots with the experts that are to be expected, the hottest first."""
+        """Fill the slots with pinned experts and those to be expected, the hottest first."""
         for number in self.policy.hottest():
             self._admit(number, Priority.WARM)
 
     def pin(self, numbers: Iterable[int]) -> None:
-        """These experts, and no others, stay once they are in VRAM, whatever is used."""
+        """These experts, and no others, stay in VRAM whatever is used, once `warm` or a miss
+        brought them there."""
         with self._lock:
             self.policy.pin(numbers)
 

@@ -135,7 +135,7 @@ class SlotPolicy:
         index = self._class_of[number]
         if self._free[index]:
             return self._place(number, self._free[index].pop())
-        heat = float(self.heat[number])
+        heat = math.inf if number in self._pinned else float(self.heat[number])
         if heat <= self._hysteresis * self._floor[index]:
             return None
         slot = self._coldest(index)
@@ -170,7 +170,7 @@ class SlotPolicy:
         self._free[self._class_of[number]].append(slot)
 
     def pin(self, numbers: Iterable[int]) -> None:
-        """These experts, and no others, keep their slots once they have them."""
+        """These experts, and no others, get a slot when asked for and keep it."""
         for number in self._pinned:
             if self.slot_of[number] >= 0:
                 self.release(int(self.slot_of[number]))
@@ -189,11 +189,13 @@ class SlotPolicy:
 
     # -------------------------------------------------------------------------- what is known
     def hottest(self) -> list[int]:
-        """As many experts of each class as it has slots, those of any heat, the hottest first."""
-        order = np.argsort(-self.heat, kind="stable")
+        """As many experts of each class as it has slots: pinned ones, then those of any heat."""
+        heat = self.heat.copy()
+        heat[list(self._pinned)] = np.inf
+        order = np.argsort(-heat, kind="stable")
         room = [part.count for part in self.classes]
         chosen = []
-        for number in order[self.heat[order] > 0].tolist():
+        for number in order[heat[order] > 0].tolist():
             index = self._class_of[number]
             if room[index]:
                 room[index] -= 1

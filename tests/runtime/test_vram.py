@@ -267,6 +267,7 @@ def test_slots_in_use_are_not_taken() -> None:
     addresses = bench.cache.use(ids(0, 1))
     for _ in range(5):
         bench.turn(ids(2, 3))
+        bench.cache.check_integrity()
     assert (bench.cache.use(ids(0, 1)) == addresses).all()
     bench.cache.release(ids(0, 1))
     bench.turn(ids(2, 3))

@@ -117,7 +117,8 @@ class Machine(RuleBasedStateMachine):
         elif not candidates:
             assert admission is None
         else:
-            ratio = self.heat(number) - HYSTERESIS * self.heat(candidates[0])
+            heat = math.inf if number in self.pinned else self.heat(number)
+            ratio = heat - HYSTERESIS * self.heat(candidates[0])
             if abs(ratio) < 1e-9:  # rounding decides
                 assert admission is None or admission.evicted >= 0
             else:
@@ -346,6 +347,43 @@ def test_pinned_experts_stay_until_unpinned() -> None:
     policy.pin([])
     use(policy, 11)
     assert resident(policy) == {8, 9, 10, 11}
+
+
+def test_pinned_experts_come_first_and_need_no_heat() -> None:
+    policy = one_class(16, 4)
+    policy.pin([12, 13])
+    use(policy, 0, 1, 2, 3)
+    assert policy.hottest() == [12, 13, 0, 1]
+    for number in (12, 13):
+        assert policy.demand(number) is not None
+    assert {12, 13} < resident(policy)
+    policy.pin(range(16))
+    assert policy.demand(14) is None  # all that are there are pinned too
+
+
+def test_nothing_is_prefetched_while_all_slots_are_read() -> None:
+    policy = one_class(16, 8)
+    use(policy, *range(8))
+    for slot in range(8):
+        policy.hold(slot)
+    assert policy.prefetch(9) is None
+    policy.release(3)
+    assert policy.prefetch(9) is not None
+    assert resident(policy) == {0, 1, 2, 9, 4, 5, 6, 7}
+
+
+def test_a_dropped_expert_leaves_nothing_behind() -> None:
+    policy = one_class(16, 8)
+    policy.pin([5])
+    for admission in (policy.prefetch(4), policy.demand(5)):
+        assert admission is not None
+        policy.drop(admission.number)
+        policy.check_integrity()
+    use(policy, *range(6, 14))
+    assert resident(policy) == set(range(6, 14))
+    use(policy, 1)
+    use(policy, 1)
+    assert 1 in resident(policy)  # no slot is held any more
 
 
 def test_no_slots_at_all() -> None:
