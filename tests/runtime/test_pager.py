@@ -175,6 +175,29 @@ def test_buffers_hold_all_experts_where_all_fit(tmp_path: Path, io: IoMode) -> N
 
 
 @pytest.mark.parametrize("io", IO)
+def test_more_experts_at_once_than_memory_holds(tmp_path: Path, io: IoMode) -> None:
+    """Those of a step of many sequences come some at a time, while they last."""
+    with expert_files(tmp_path, "stacked", experts=200, rows=1) as files:
+        files.evict_all()
+        source = files.source(io, 4)
+        experts = np.random.default_rng(1).permutation(200)
+
+        def work() -> None:
+            with paging(files, source, 4) as pager:
+                positions = []
+                for group in pager.fetch(LAYERS[0], experts, 3):
+                    assert len(group) <= 4
+                    files.check(source, LAYERS[0], experts[group])
+                    positions += group.tolist()
+                assert sorted(positions) == list(range(200))
+                assert pager.stats.hits + pager.stats.misses == 200
+                assert fetched(pager, LAYERS[0], *experts[-3:]) == [[0, 1, 2]]
+                pager.check_integrity()
+
+        in_time(work)
+
+
+@pytest.mark.parametrize("io", IO)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_requests(files: ExpertFiles, io: IoMode, seed: int) -> None:
     """Whatever is asked for: all of it comes, with its bytes, and the books agree."""
@@ -196,7 +219,8 @@ def test_random_requests(files: ExpertFiles, io: IoMode, seed: int) -> None:
         kind = random.choice(["fetch", "fetch", "stream", "prefetch", "warm", "budget", "give up"])
         following = range((place + 1) * EXPERTS, min(place + 2, len(LAYERS)) * EXPERTS)
         if kind == "fetch":
-            take(pager.fetch(layer, experts), layer, experts)
+            least = int(random.integers(1, EXPERTS)) if random.random() < 0.5 else None
+            take(pager.fetch(layer, experts, least), layer, experts)
         elif kind == "stream":
             upcoming = following if random.random() < 0.7 else ()
             take(pager.stream(layer, experts, upcoming), layer, experts)
