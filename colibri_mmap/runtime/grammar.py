@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 from colibri_mmap.errors import ArgumentError
 from colibri_mmap.runtime.tokenizer import Tokenizer
 
-# Bounded: a model that may write any amount of white space sometimes never ends.
-WHITE_SPACE = r"[ \t]{1,20}|\r?\n[ \t]{0,40}"
+JSON_OPTIONS = {
+    # Bounded: a model that may write any amount of white space sometimes never ends.
+    "whitespace_pattern": r"[ \t]{1,20}|\r?\n[ \t]{0,40}",
+    "json_allow_general_unicode_escapes": True,  # or "\u00e9" could only become another character
+}
 _MARKER = re.compile(r"<\|.+\|>")
 _LONGEST_REASON = 200  # characters
 
@@ -116,6 +119,7 @@ class GrammarVocabulary:
             ends = [self.size]
             self.tokens.append(b"<|end|>")
             self.special_token_ids.append(self.size)
+        self.ends = frozenset(ends)
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_id
         self.is_tokenizer_wrapper = True  # how llguidance recognises one
         self._tokenizer = tokenizer
@@ -151,7 +155,7 @@ class Matcher:
         self._library = LLMatcher(
             vocabulary.library, grammar.compiled(), log_level=0, limits=limits
         )
-        self._size = vocabulary.size
+        self._size, self._ends = vocabulary.size, vocabulary.ends
         self._kind = grammar.kind
         self._check()
 
@@ -167,7 +171,12 @@ class Matcher:
         logits[self._size :] = -np.inf
 
     def accept(self, token: int) -> bool:
-        """Go on with `token`; False, and nothing changed, if it may not come next."""
+        """Go on with `token`; False, and nothing changed, if it may not come next.
+
+        An end token is accepted when the text is `complete`, and changes nothing.
+        """
+        if token in self._ends:
+            return self.complete
         accepted = self._library.try_consume_tokens([token]) == 1
         self._check()
         return accepted
@@ -189,10 +198,10 @@ class Matcher:
 
 
 def _with_options(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
-    """The schema with our bounds on white space."""
+    """The schema with our ways to write JSON."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return {**schema, "x-guidance": JSON_OPTIONS}
 
 
 def _one_line(message: str) -> str:

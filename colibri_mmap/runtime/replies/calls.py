@@ -79,7 +79,7 @@ def typed(text: str, types: frozenset[str]) -> str:
     plain = text.strip()
     plain = _AS_JSON.get(plain, plain)
     try:
-        value = json.loads(plain)
+        value = json.loads(plain, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     name = _type_name(value)
@@ -87,6 +87,10 @@ def typed(text: str, types: frozenset[str]) -> str:
     if name == "string" and "string" in types:
         fits = False  # a string that is written without quotes, and has some
     return plain if fits or "string" not in types else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _type_name(value: Any) -> str:

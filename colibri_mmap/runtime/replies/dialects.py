@@ -60,7 +60,7 @@ THINKING = (
     Thinking("<|channel>thought\n", "<channel|>"),  # Gemma 4
 )
 
-HERMES = JsonCalls("<tool_call>", "</tool_call>", "<tool_call>\n{calls}\n</tool_call>\n")
+HERMES = JsonCalls("<tool_call>", "</tool_call>", "<tool_call>\n{calls}\n</tool_call>")
 TOOL_CALLS_LIST = JsonCalls(  # Hunyuan
     "<tool_calls>", "</tool_calls>", "<tool_calls>{calls}</tool_calls>", listed=True
 )
@@ -85,6 +85,7 @@ MISTRAL_NAMED = NamedCalls(
     ends=(),
     section_end="",
     form="[TOOL_CALLS]{name}[ARGS]{arguments}",
+    calls_form="{calls}",
     markup=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
 )
 KIMI_K2 = NamedCalls(
@@ -99,6 +100,7 @@ KIMI_K2 = NamedCalls(
         "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|>"
     ),
+    calls_form="<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>",
     markup=(
         "<|tool_calls_section_begin|>",
         "<|tool_call_begin|>",
@@ -124,7 +126,8 @@ def _deepseek(form: str) -> NamedCalls:
     section, begin, separator, end, section_end = markup
     head = rf"\s*(?:function{separator})?(?P<name>[^\s<]+)(?:{separator}|\s*```json)"
     form = form.replace("{begin}", begin).replace("{sep}", separator).replace("{end}", end)
-    return NamedCalls(section, begin, head, ("```", end), section_end, form, markup)
+    calls_form = f"{section}{{calls}}{section_end}"
+    return NamedCalls(section, begin, head, ("```", end), section_end, form, calls_form, markup)
 
 
 DEEPSEEK_V3 = _deepseek("{begin}function{sep}{name}\n```json\n{arguments}\n```{end}")
@@ -137,7 +140,8 @@ QWEN_3_CODER = XmlCalls(
     parameter_end="</parameter>",
     end="</function>",
     section_end="</tool_call>",
-    form="<function={name}>\n{parameters}</function>\n",
+    form="<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
+    calls_form="{calls}",
     parameter_form="<parameter={key}>\n{value}\n</parameter>\n",
     lines=True,
     markup=("<tool_call>", "</tool_call>"),
@@ -150,7 +154,8 @@ SEED_OSS = XmlCalls(
     parameter_end="</parameter>",
     end="</function>",
     section_end="</seed:tool_call>",
-    form="<function={name}>\n{parameters}</function>\n",
+    form="<seed:tool_call>\n<function={name}>\n{parameters}</function>\n</seed:tool_call>",
+    calls_form="{calls}",
     parameter_form="<parameter={key}>{value}</parameter>\n",
     markup=("<seed:tool_call>", "</seed:tool_call>"),
 )
@@ -162,7 +167,8 @@ GLM_45 = XmlCalls(
     parameter_end="</arg_value>",
     end="</tool_call>",
     section_end="",
-    form="<tool_call>{name}\n{parameters}</tool_call>\n",
+    form="<tool_call>{name}\n{parameters}</tool_call>",
+    calls_form="{calls}",
     parameter_form="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
     markup=(
         "<tool_call>",
@@ -181,7 +187,8 @@ MINIMAX_M2 = XmlCalls(
     parameter_end="</parameter>",
     end="</invoke>",
     section_end="</minimax:tool_call>",
-    form='\n<invoke name="{name}">\n{parameters}</invoke>\n',
+    form='<invoke name="{name}">\n{parameters}</invoke>\n',
+    calls_form="<minimax:tool_call>\n{calls}</minimax:tool_call>",
     parameter_form='<parameter name="{key}">{value}</parameter>\n',
     markup=("<minimax:tool_call>", "</minimax:tool_call>"),
 )
@@ -200,7 +207,8 @@ def _dsml(section: str) -> XmlCalls:
         parameter_end=f"</{mark}parameter>",
         end=f"</{mark}invoke>",
         section_end=f"</{mark}{section}>",
-        form=f'\n<{mark}invoke name="{{name}}">\n{{parameters}}</{mark}invoke>\n',
+        form=f'<{mark}invoke name="{{name}}">\n{{parameters}}</{mark}invoke>\n',
+        calls_form=f"<{mark}{section}>\n{{calls}}</{mark}{section}>",
         parameter_form=(
             f'<{mark}parameter name="{{key}}" string="{{string}}">{{value}}</{mark}parameter>\n'
         ),

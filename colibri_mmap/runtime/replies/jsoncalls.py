@@ -72,14 +72,10 @@ class JsonCalls:
         each = [rules.json(f"call{number}", schema) for number, schema in enumerate(schemas)]
         call = rules.add("call", " | ".join(each))
         if self.listed:
-            more = '("," /[ \\n]?/ call)*' if several else ""
-            calls = f'"[" {call} {more} "]"'
-        else:
-            calls = call
-        body = rules.fill(self.form, calls=calls)
-        return rules.add(
-            "calls", f"({body})+" if several and not (self.listed or self.one) else body
-        )
+            some = rules.some(call, several, '"," " "?')
+            return rules.add("calls", rules.fill(self.form, calls=f'"[" {some} "]"'))
+        wrapped = rules.add("wrapped", rules.fill(self.form, calls=call))
+        return rules.add("calls", rules.some(wrapped, several and not self.one))
 
 
 def _call(reader: Reader, after: int, calls: Calls, known: bool) -> Parsing[bool]:

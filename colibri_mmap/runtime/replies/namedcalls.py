@@ -16,7 +16,8 @@ class NamedCalls:
     """`section`, then calls of `begin`, `head`, a JSON object and `ends`, then `section_end`.
 
     `head` is a pattern for what stands before the object; its groups are `name` and perhaps `id`.
-    `form` is a call as the model was taught to write it. `markup`: all markers that stand in it.
+    `form` is a call as the model was taught to write it, `calls_form` what is around all {calls}.
+    `markup`: all markers that stand in it.
     """
 
     section: str
@@ -25,6 +26,7 @@ class NamedCalls:
     ends: tuple[str, ...]
     section_end: str
     form: str
+    calls_form: str
     markup: tuple[str, ...]
     bare: bool = False
 
@@ -60,13 +62,10 @@ class NamedCalls:
         for number, function in enumerate(map(function_of, tools)):
             arguments = rules.json(f"arguments{number}", parameters_of(function))
             name = rules.literal(function["name"])
-            values = {"name": name, "index": "/[0-9]+/", "arguments": arguments}
+            values = {"name": name, "index": "/[0-9]{1,3}/", "arguments": arguments}
             each.append(rules.add(f"call{number}", rules.fill(self.form, **values)))
         call = rules.add("call", " | ".join(each))
-        body = f"{call}+" if several else call
-        if self.section:
-            body = f"{rules.literal(self.section)} {body} {rules.literal(self.section_end)}"
-        return rules.add("calls", body)
+        return rules.add("calls", rules.fill(self.calls_form, calls=rules.some(call, several)))
 
     def _next(self, reader: Reader, after: int) -> Asking[re.Match[str] | None]:
         """What a call begins with, up to its arguments, if one comes next."""

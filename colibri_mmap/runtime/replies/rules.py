@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from colibri_mmap.runtime.grammar import WHITE_SPACE, stands_alone
+from colibri_mmap.runtime.grammar import JSON_OPTIONS, stands_alone
 from colibri_mmap.runtime.tokenizer import Tokenizer
 
 _DEFINITIONS = ("$defs", "definitions")
@@ -45,10 +45,13 @@ class Rules:
         filled = [values[p] if i % 2 else self.literal(p) for i, p in enumerate(pieces) if p]
         return " ".join(filled)
 
+    def some(self, rule: str, several: bool, between: str = r'"\n"?') -> str:
+        """`rule`, or `several` of it."""
+        return f"{rule} ({between} {rule})*" if several else rule
+
     def json(self, name: str, schema: Mapping[str, Any]) -> str:
         """A rule for JSON that `schema` describes."""
-        options = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-        return self.add(name, f"%json {json.dumps(options)}")
+        return self.add(name, f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}")
 
     def any_text(self, name: str, end: str) -> str:
         """A rule for any text up to and including the first `end`."""

@@ -21,8 +21,8 @@ class XmlCalls:
 
     A parameter is `parameter`, the value and `parameter_end`; `lines`: a value has lines of its
     own. `head` and `parameter` are patterns, with the groups `name` and `key`, and perhaps
-    `string`, which says "true" of strings. An empty `begin` is no opening by itself. The forms are
-    how the model was taught to write.
+    `string`, which says "true" of strings. Without a `begin`, a section is one call. The forms are
+    how the model was taught to write: one call, what is around all {calls}, and one parameter.
     """
 
     section: str
@@ -33,6 +33,7 @@ class XmlCalls:
     end: str
     section_end: str
     form: str
+    calls_form: str
     parameter_form: str
     lines: bool = False
     markup: tuple[str, ...] = ()
@@ -157,10 +158,7 @@ class XmlCalls:
             body = rules.fill(self.form, name=name, parameters=parameters)
             each.append(rules.add(f"call{number}", body))
         call = rules.add("call", " | ".join(each))
-        body = f"({call})+" if several else call
-        if self.begin and self.section:
-            body = f"{rules.literal(self.section)} {body} {rules.literal(self.section_end)}"
-        return rules.add("calls", body)
+        return rules.add("calls", rules.fill(self.calls_form, calls=rules.some(call, several)))
 
     def _parameter_rules(self, rules: Rules, number: int, parameters: Mapping[str, Any]) -> str:
         """All parameters of a tool, in the schema's order."""
@@ -170,11 +168,13 @@ class XmlCalls:
             schema = property_schema(parameters, key)
             start, _, end = self.parameter_form.partition("{value}")
             name = f"value{number}_{index}"
-            if types_of(schema) == _STRING:
+            is_string = types_of(schema) == _STRING
+            if is_string:
                 value = self._string_rule(rules, name, schema, end)
             else:
                 value = f"{rules.json(name, schema)} {rules.literal(end)}"
-            head = rules.fill(start, key=rules.literal(key), string=rules.literal("true"))
+            marked = rules.literal("true" if is_string else "false")
+            head = rules.fill(start, key=rules.literal(key), string=marked)
             rule = rules.add(f"parameter{number}_{index}", f"{head} {value}")
             each.append(rule if key in parameters.get("required", ()) else f"{rule}?")
         return " ".join(each) or '""'
