@@ -88,7 +88,7 @@ def test_random_tokens_make_calls(case: Case, several: bool) -> None:
     assert grammar is not None
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in CLOSED_TOOLS}
     ends = sorted(tokenizer.end_ids)
-    closing = tokenizer.encode("</", add_special=False, at_start=False)
+    closing = tokenizer.encode("/<|end|>" if reply_format.is_harmony else "/", add_special=False)
     for seed in range(3):
         random = np.random.default_rng(seed)
         matcher = grammar.matcher(tokenizer)
