@@ -334,7 +334,7 @@ class Decoder:
         return self._logits(wanted, ops)
 
     def _run(self, blocks: Sequence[Block], x: Rows, ops: Ops, batch: Batch) -> None:
-        rope = None if self.rope is None else ops.rope_table(self.rope, batch)
+        rope = ops.rope_table(self.rope, batch) if blocks and self.rope is not None else None
         for block in blocks:
             with ops.temporaries():
                 block.add_to(x, ops, batch, rope)

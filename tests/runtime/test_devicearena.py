@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -66,7 +68,7 @@ def test_the_same_requests_get_the_same_addresses() -> None:
     assert arena.nbytes == held == device.memory_info()[1] - device.memory_info()[0]
     assert first[2] == first[3]
     ends = sorted((r.address, r.address + 4 * r.count * r.width) for r in first[:3])
-    assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
     assert all(r.address % ALIGNMENT == 0 for r in first)
     with pytest.raises(OutOfDeviceMemory):
         arena.rows(1, 1 << 26)
