@@ -32,7 +32,7 @@ def serve(
         typer.Option(
             "-m",
             "--model",
-            metavar="[NAME=]PATH",
+            metavar="[NAME=]PATH|NAME",
             help=f"{options.MODEL_HELP} Repeatable; the first is opened at once.",
             rich_help_panel="Model",
         ),
@@ -101,6 +101,8 @@ def serve(
     pin: options.Pins = None,
     no_learn: options.NoLearn = False,
     no_profile: options.NoProfile = False,
+    vram: options.Vram = "auto",
+    gpu_layers: options.GpuLayers = "auto",
     chat_template: options.Template = None,
     chat_template_file: options.TemplateFile = None,
     verbose: options.Verbose = False,
@@ -115,11 +117,12 @@ def serve(
         raise ArgumentError("--api-key must not be empty")
 
     from colibri_mmap.cli.console import messages
-    from colibri_mmap.cli.memory import ram_settings
+    from colibri_mmap.cli.memory import ram_settings, vram_settings
     from colibri_mmap.cli.templates import template_source
     from colibri_mmap.runtime.budget import parse_size
     from colibri_mmap.runtime.engine import Engine
     from colibri_mmap.runtime.limits import memory_limits
+    from colibri_mmap.runtime.template import ChatTemplate
     from colibri_mmap.server.app import Settings, create_app
     from colibri_mmap.server.hosting import Progress
     from colibri_mmap.server.loaded import LoadedModel, Serving
@@ -142,7 +145,10 @@ def serve(
         pins=pin,
         no_learn=no_learn,
     )
+    gpu = vram_settings(vram, gpu_layers)
     source = template_source(chat_template, chat_template_file)
+    if source is not None:
+        ChatTemplate(source)  # whose mistakes are found now
     console = messages()
 
     def open_model(spec: ModelSpec, progress: Progress) -> LoadedModel:
@@ -153,6 +159,7 @@ def serve(
             ctx=ctx_size or None,
             kv_type=kv_type,
             memory=memory,
+            gpu=gpu,
             profile=not no_profile,
             progress=progress,
         )
@@ -186,9 +193,9 @@ def _specs(models: Sequence[str], aliases: Sequence[str]) -> list[ModelSpec]:
     specs: list[ModelSpec] = []
     taken: set[str] = set()
     for text in models:
-        name, path = _named(text)
+        names, path = _named(text)
         gguf = open_gguf(path)
-        names = (name or _default_name(path), *(() if specs else aliases))
+        names += () if specs else tuple(aliases)
         for each in names:
             if each in taken:
                 raise ArgumentError(f"two models are called {each}: name them, as in -m NAME=PATH")
@@ -197,12 +204,13 @@ def _specs(models: Sequence[str], aliases: Sequence[str]) -> list[ModelSpec]:
     return specs
 
 
-def _named(text: str) -> tuple[str, Path]:
-    """Name and file of one -m; the name may be missing."""
+def _named(text: str) -> tuple[tuple[str, ...], Path]:
+    """Names and file of one -m: a given one, or the file's, and what a pulled model is called."""
     name, equals, rest = text.partition("=")
     if equals and name and "/" not in name and not Path(text).exists():
-        return name, options.model_file(rest)
-    return "", options.model_file(text)
+        return (name,), options.model_file(rest)
+    path = options.model_file(text)
+    return (_default_name(path), *(() if Path(text).exists() else (text,))), path
 
 
 def _default_name(path: Path) -> str:

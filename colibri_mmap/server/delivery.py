@@ -108,7 +108,7 @@ class _Choice:
     parser: Parser
     tokens: list[Token] = field(default_factory=list)
     calls: int = 0
-    last_token: float = 0.0
+    last_token: float | None = None
 
 
 class Delivery(AbstractContextManager["Delivery"]):
@@ -125,7 +125,7 @@ class Delivery(AbstractContextManager["Delivery"]):
         parsers: Sequence[Parser],
         metrics: Metrics,
     ) -> None:
-        self._metrics = metrics
+        self._metrics, self._began = metrics, time.perf_counter()
         self._choices = [_Choice(parser) for parser in parsers]
         self._left = len(requests)
         self._loop = asyncio.get_running_loop()
@@ -175,7 +175,7 @@ class Delivery(AbstractContextManager["Delivery"]):
             case events.PromptProgress():
                 self._news.append(Progress(number, event.done, event.total))
             case events.TokenEvent():
-                self._count_gap(choice)
+                self._count(choice)
                 choice.tokens.append(event.token)
                 self._say(number, choice.parser.push(event.token.text))
             case events.Finished():
@@ -184,7 +184,6 @@ class Delivery(AbstractContextManager["Delivery"]):
                 raise as_api_error(event.error)
 
     def _finish(self, number: int, event: events.Finished) -> None:
-        self._metrics.count_reply(event.reason, event.stats)
         if event.reason == "timeout":
             raise ApiError(504, "the reply took longer than the server allows", code="timeout")
         if event.reason == "cancelled":
@@ -208,11 +207,13 @@ class Delivery(AbstractContextManager["Delivery"]):
                 Said(number, piece, tuple(tokens) if isinstance(piece, Content) else ())
             )
 
-    def _count_gap(self, choice: _Choice) -> None:
+    def _count(self, choice: _Choice) -> None:
         now, before = time.perf_counter(), choice.last_token
         choice.last_token = now
-        if before:
-            self._metrics.count_token_gap(now - before)
+        if before is None:
+            self._metrics.count_first_token(now - self._began)
+        else:
+            self._metrics.count_token(now - before)
 
 
 # ------------------------------------------------------------------------------ as a whole

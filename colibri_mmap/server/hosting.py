@@ -6,15 +6,15 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from colibri_mmap.errors import ColibriError
-from colibri_mmap.runtime.pages import io_counters
 
 from .loaded import LoadedModel
-from .metrics import ExpertCounters, Load, Situation, sum_of
+from .metrics import Load, Situation, Totals
 from .problems import ApiError
 
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
@@ -79,8 +79,8 @@ class Hosting:
         self._opener, self._most_loaded = opener, most_loaded
         self._changing = asyncio.Lock()
         self._closing = False
-        self._past = ExpertCounters()  # of models that are not open any more
-        self.loads = 0  # so far
+        self._past = Totals()  # of models that are not open any more
+        self.ready = False  # a model could be opened
 
     def place(self, name: str) -> Place:
         """The model of this name, the first one without a name; 404 if there is none."""
@@ -118,15 +118,16 @@ class Hosting:
         return place.opening
 
     def situation(self) -> Situation:
-        """What the models do now, for the books."""
-        loads, counters = [], [self._past]
+        """What the models do now and have done, for the books."""
+        loads, totals = [], deepcopy(self._past)
         for place in self.places:
             if place.model is not None:
                 status = place.model.batcher.status()
                 active = status.reading + status.decoding
-                loads.append(Load(place.spec.name, status.queued, active))
-                counters.append(ExpertCounters.of(place.model.engine.counters()))
-        return Situation(tuple(loads), self.loads, io_counters().bytes_read, sum_of(counters))
+                load = Load(place.spec.name, status.queued, active, status.tokens_per_second)
+                loads.append(load)
+                totals.add(status, place.model.engine.counters())
+        return Situation(tuple(loads), totals)
 
     async def close(self) -> None:
         """Close all models; requests still running end as cancelled."""
@@ -146,7 +147,7 @@ class Hosting:
                 place.state, place.error = "loading", ""
                 place.model = await asyncio.to_thread(self._opener, place.spec, self._report(place))
                 place.state = "loaded"
-                self.loads += 1
+                self.ready = True
         except (ColibriError, OSError, MemoryError) as error:
             place.state, place.error = "failed", str(error) or type(error).__name__
             message = f"the model {place.spec.name} cannot be opened: {place.error}"
@@ -171,8 +172,8 @@ class Hosting:
         try:
             await place.idle.wait()
             model, place.model = place.model, None
-            self._past = sum_of([self._past, ExpertCounters.of(model.engine.counters())])
             await asyncio.to_thread(model.close)
+            self._past.add(model.batcher.status(), model.engine.counters())
         finally:
             place.state = "unloaded" if place.model is None else "loaded"
             place.settled.set()

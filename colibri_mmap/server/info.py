@@ -24,7 +24,7 @@ async def health(request: Request) -> Response:
     hosting = service_of(request).hosting
     states = {place.spec.name: place.state for place in hosting.places}
     first = hosting.places[0]
-    if hosting.loads:
+    if hosting.ready:
         return json_response({"status": "ok", "models": states})
     if first.state == "failed":
         return json_response({"status": "error", "message": first.error, "models": states}, 503)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from colibri_mmap.runtime.stats import Counters, Stats
+from colibri_mmap.runtime.batcher import Status
+from colibri_mmap.runtime.pages import io_counters
+from colibri_mmap.runtime.stats import Counters
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -22,37 +26,41 @@ class Load:
     model: str
     queued: int
     active: int
+    tokens_per_second: float
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertCounters:
-    """Chosen experts that were in memory and that were not, and the time waited for these."""
+@dataclass(slots=True)
+class Totals:
+    """What models have done since the start; `replies` by how they ended."""
 
-    hits: int = 0
-    misses: int = 0
+    loads: int = 0
+    replies: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
     wait_seconds: float = 0.0
 
-    @classmethod
-    def of(cls, counters: Counters) -> ExpertCounters:
-        return cls(counters.expert_hits, counters.expert_misses, counters.wait_seconds)
-
-
-def sum_of(counters: Sequence[ExpertCounters]) -> ExpertCounters:
-    return ExpertCounters(
-        sum(each.hits for each in counters),
-        sum(each.misses for each in counters),
-        sum(each.wait_seconds for each in counters),
-    )
+    def add(self, status: Status, counters: Counters) -> None:
+        """Count what one model has done."""
+        self.loads += 1
+        self.replies.update(status.finished)
+        self.replies["failed"] += status.failed
+        self.prompt_tokens += status.prompt_tokens
+        self.cached_tokens += status.cached_tokens
+        self.generated_tokens += status.generated_tokens
+        self.expert_hits += counters.expert_hits
+        self.expert_misses += counters.expert_misses
+        self.wait_seconds += counters.wait_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is read, not counted, at the time somebody asks; bytes are the process's."""
+    """What is read, not counted, at the time somebody asks."""
 
     loads: tuple[Load, ...]
-    opened: int  # models, since the start
-    bytes_read: int
-    experts: ExpertCounters  # of all models since the start
+    totals: Totals
 
 
 class Metrics:
@@ -61,21 +69,12 @@ class Metrics:
     def __init__(self, situation: Callable[[], Situation]) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_Reader(situation))
-        self._requests = Counter(
+        self._requests = prometheus_client.Counter(
             "colibri_requests", "Requests answered", ("endpoint", "code"), registry=registry
-        )
-        self._replies = Counter(
-            "colibri_replies", "Replies ended, by how", ("reason",), registry=registry
-        )
-        self._tokens = Counter(
-            "colibri_tokens",
-            "Tokens: of prompts (cached: known from before) and generated",
-            ("kind",),
-            registry=registry,
         )
         self._first_token = Histogram(
             "colibri_first_token_seconds",
-            "From a request's turn to its first token",
+            "From the beginning of a request, when it may have to wait, to its first token",
             buckets=_SECONDS,
             registry=registry,
         )
@@ -87,21 +86,16 @@ class Metrics:
         )
 
     def count_request(self, endpoint: str, code: int) -> None:
-        """An answer was given, or begun."""
+        """An answer was given."""
         self._requests.labels(endpoint, str(code)).inc()
 
-    def count_token_gap(self, seconds: float) -> None:
+    def count_first_token(self, seconds: float) -> None:
+        """A reply has begun, so long after it was asked for."""
+        self._first_token.observe(seconds)
+
+    def count_token(self, seconds: float) -> None:
         """A token came so long after the one before."""
         self._token.observe(seconds)
-
-    def count_reply(self, reason: str, stats: Stats) -> None:
-        """A reply has ended."""
-        self._replies.labels(reason).inc()
-        self._tokens.labels("prompt").inc(stats.prompt_tokens)
-        self._tokens.labels("cached").inc(stats.cached_tokens)
-        self._tokens.labels("generated").inc(stats.generated_tokens)
-        if stats.generated_tokens:
-            self._first_token.observe(stats.ttft_seconds)
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -119,22 +113,40 @@ class _Reader(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._situation()
-        queued = GaugeMetricFamily(
-            "colibri_queued_requests", "Requests that wait for their turn", labels=("model",)
-        )
-        active = GaugeMetricFamily(
-            "colibri_active_sequences", "Replies being made", labels=("model",)
-        )
-        for load in now.loads:
-            queued.add_metric((load.model,), load.queued)
-            active.add_metric((load.model,), load.active)
-        yield queued
-        yield active
-        for name, meaning, value in (
-            ("colibri_model_loads", "Models opened", now.opened),
-            ("colibri_read_bytes", "Bytes read from disk", now.bytes_read),
-            ("colibri_expert_hits", "Chosen experts that were in memory", now.experts.hits),
-            ("colibri_expert_misses", "Chosen experts that were not", now.experts.misses),
-            ("colibri_disk_wait_seconds", "Computing stood still", now.experts.wait_seconds),
+        for name, meaning, values in (
+            ("queued_requests", "Requests that wait for their turn", [x.queued for x in now.loads]),
+            ("active_sequences", "Replies being made", [x.active for x in now.loads]),
+            (
+                "tokens_per_second",
+                "Of all replies together, in the last seconds",
+                [x.tokens_per_second for x in now.loads],
+            ),
         ):
-            yield CounterMetricFamily(name, meaning, value=value)
+            gauge = GaugeMetricFamily(f"colibri_{name}", meaning, labels=("model",))
+            for load, value in zip(now.loads, values, strict=True):
+                gauge.add_metric((load.model,), value)
+            yield gauge
+        totals = now.totals
+        yield _counter("replies", "Replies ended, by how", "reason", totals.replies)
+        tokens = {
+            "prompt": totals.prompt_tokens,
+            "cached": totals.cached_tokens,
+            "generated": totals.generated_tokens,
+        }
+        meaning = "Tokens of prompts, those of them known from before, and generated ones"
+        yield _counter("tokens", meaning, "kind", tokens)
+        for name, meaning, value in (
+            ("model_loads", "Models opened", totals.loads),
+            ("read_bytes", "Bytes read from disk by the process", io_counters().bytes_read),
+            ("expert_hits", "Chosen experts that were in memory", totals.expert_hits),
+            ("expert_misses", "Chosen experts that were not", totals.expert_misses),
+            ("disk_wait_seconds", "Computing stood still for the disk", totals.wait_seconds),
+        ):
+            yield CounterMetricFamily(f"colibri_{name}", meaning, value=value)
+
+
+def _counter(name: str, meaning: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"colibri_{name}", meaning, labels=(label,))
+    for value, count in values.items():
+        family.add_metric((value,), count)
+    return family
