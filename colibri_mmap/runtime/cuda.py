@@ -271,7 +271,7 @@ class CudaBackend:
                 *(one, w, _FLOAT32, columns),
                 *(x, _FLOAT32, columns),
                 *(one + 4, out, _FLOAT32, rows),
-                blas.CUBLAS_COMPUTE_32F_FAST_TF32,
+                blas.CUBLAS_COMPUTE_32F,
                 _DEFAULT_ALGORITHM,
             )
 

@@ -131,7 +131,7 @@ class DeviceBackend(Protocol):
     ) -> None:
         """out [tokens, rows] = x [tokens, columns] @ w [rows, columns].T, float32 at addresses.
 
-        Products may be rounded to TF32: 10 bits of mantissa, the range of float32.
+        Computed as such, not in TF32.
         """
         ...
 

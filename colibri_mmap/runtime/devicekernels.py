@@ -189,15 +189,21 @@ class DeviceKernels:
     def pack(
         self, type: GGMLType, x: int, count: int, width: int, stride: int, scratch: int
     ) -> Packed:
-        """x float32 [count, width], rows `stride` floats apart, as matrices of `type` take it."""
+        """x float32 [count, width], rows `stride` floats apart, as matrices of `type` take it.
+
+        The rounding is that of the CPU's kernels: one scale per block of the weights.
+        """
         if type in FLOAT_TYPES:
             return Packed(Address(x), Address(0), Address(0), stride, count)
         blocks = width // QUANTISED_BLOCK
         d = Address(scratch + _aligned(count * width))
         s = Address(d + _aligned(4 * count * blocks))
         packed = Packed(Address(scratch), d, s, width, count)
-        grid, block = (_up(blocks, _WARPS_PER_BLOCK), count, 1), (32, _WARPS_PER_BLOCK, 1)
-        self.launch("quantise_q8", grid, block, Address(x), packed.x, d, s, stride, width)
+        together = block_geometry(type)[0] // QUANTISED_BLOCK
+        warps = together if together > 1 else _WARPS_PER_BLOCK
+        grid, block = (_up(blocks, warps), count, 1), (32, warps, 1)
+        arguments = (Address(x), packed.x, d, s, stride, width, int(together > 1))
+        self.launch("quantise_q8", grid, block, *arguments)
         return packed
 
     # -------------------------------------------------------------------------- one matrix

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from ..format.quants import GGMLType
+from ..format.quants import GGMLType, block_geometry
 from . import trunkkernels as kernels
 from .arena import Rows
 from .attend import ALL_KEYS, Sight
@@ -36,8 +36,9 @@ from .rope import Rope, RopeFrequencies
 from .trunkkernels import AttentionGrid, KernelLaunch, Slices
 from .weights import Matrix, Vector
 
-FEW = 16  # tokens: they are multiplied with quantised weights, and their launches are kept
-_PANEL_BYTES = 64 << 20  # float32 weights that many tokens are multiplied with at a time
+FEW = 16  # tokens, whose launches are kept
+_FORMS = (1, 32, 256)  # of activations, by the weights in a block
+PANEL_BYTES = 64 << 20  # float32 weights that many tokens are multiplied with at a time
 
 Launches = Sequence[KernelLaunch]
 
@@ -249,27 +250,42 @@ class DeviceOps:
         return self.linears(x, matrix)[0]
 
     def linears(self, x: Rows, *matrices: Matrix) -> tuple[Rows, ...]:
-        """As Ops.linears: few tokens times quantised weights, many times float32 ones."""
+        """As Ops.linears, which rounds activations for quantised weights alike.
+
+        Many tokens times weights that are floats are a product of matrices.
+        """
         outs = tuple(self.arena.rows(x.count, matrix.rows) for matrix in matrices)
+        if not x.count:
+            return outs
+        if x.count > FEW and all(matrix.type in FLOAT_TYPES for matrix in matrices):
+            for matrix, out in zip(matrices, outs, strict=True):
+                self._multiply(x, matrix, out)
+            return outs
         with self.arena.temporaries():
-            if x.count > FEW:
-                for matrix, out in zip(matrices, outs, strict=True):
-                    self._multiply(x, matrix, out)
-            elif x.count:
-                scratch = self.arena.take(DeviceKernels.packed_bytes(x.count, x.width))
-                key = ("linears", x, matrices, outs[0].address, scratch)
-                self.run(key, lambda: self._matvecs(x, matrices, outs, scratch))
+            packings = [
+                self.arena.take(DeviceKernels.packed_bytes(x.count, x.width)) for _ in _FORMS
+            ]
+            key = ("linears", x, matrices, outs[0].address, packings[0])
+            self.run(
+                key if x.count <= FEW else None,
+                lambda: self._matvecs(x, matrices, outs, packings),
+            )
         return outs
 
     def _matvecs(
-        self, x: Rows, matrices: Sequence[Matrix], outs: Sequence[Rows], scratch: Address
+        self,
+        x: Rows,
+        matrices: Sequence[Matrix],
+        outs: Sequence[Rows],
+        packings: Sequence[Address],
     ) -> Launches:
-        forms: dict[bool, Packed] = {}
+        """`packings`: room for each form of the activations."""
+        forms: dict[int, Packed] = {}
         record, where = self._recorded, (x.address, x.count, x.width, x.stride // 4)
         for matrix, out in zip(matrices, outs, strict=True):
-            form = matrix.type in FLOAT_TYPES
+            form = _FORMS.index(block_geometry(matrix.type)[0])
             if form not in forms:
-                forms[form] = record.pack(matrix.type, *where, scratch)
+                forms[form] = record.pack(matrix.type, *where, packings[form])
             shape = (matrix.type, matrix.rows, matrix.columns)
             to = (out.address, out.stride // 4)
             record.matvec(self._address(matrix), *shape, forms[form], *to)
@@ -279,7 +295,7 @@ class DeviceOps:
         """A panel of the matrix's rows at a time, where it is too large as float32."""
         assert x.gap == 0
         backend, columns = self.backend, matrix.columns
-        panel = max(1, _PANEL_BYTES // (4 * columns))
+        panel = max(1, PANEL_BYTES // (4 * columns))
         for first in range(0, matrix.rows, panel):
             part = matrix.part(first, min(panel, matrix.rows - first))
             weights = Address(self._address(matrix) + first * matrix.row_bytes)

@@ -88,10 +88,16 @@ def _pointer(table: int, group: int) -> int:
 
 
 # ------------------------------------------------------------------ rows.cu
-def _quantise_q8(grid: Dimensions, x: int, q: int, d: int, s: int, stride: int, width: int) -> None:
+def _quantise_q8(
+    grid: Dimensions, x: int, q: int, d: int, s: int, stride: int, width: int, shared: int
+) -> None:
     count, blocks = grid[1], width // _BLOCK
     values = array(x, (count, width), np.float32, stride).reshape(count, blocks, _BLOCK)
-    scales = np.abs(values).max(axis=2) / np.float32(127)
+    largest = np.abs(values).max(axis=2)
+    if shared:
+        together = blocks // grid[0]
+        largest = np.repeat(largest.reshape(count, -1, together).max(axis=2), together, axis=1)
+    scales = largest / np.float32(127)
     some = scales != 0
     divided = values / np.where(some, scales, np.float32(1))[:, :, None]
     rounded = np.clip(np.rint(np.nan_to_num(divided, nan=0.0)), -127, 127)

@@ -84,19 +84,21 @@ def random_activations(count: int, width: int, rng: np.random.Generator) -> NDAr
     return x
 
 
-def rounded(x: NDArray[np.float32]) -> tuple[Array, Array]:
+def rounded(type: GGMLType, x: NDArray[np.float32]) -> tuple[Array, Array]:
     """q int8 [count, width] and d float32 [count, width / 32], from the definition."""
-    blocks = x.reshape(len(x), -1, 32)
+    size = block_geometry(type)[0]
+    blocks = x.reshape(len(x), -1, size)
     d = np.abs(blocks).max(axis=2) / np.float32(127)
     q = np.rint(blocks / np.where(d > 0, d, np.float32(1))[..., None]) * (d > 0)[..., None]
-    return np.clip(q, -127, 127).astype(np.int8).reshape(x.shape), d
+    q = np.clip(q, -127, 127).astype(np.int8).reshape(x.shape)
+    return q, np.repeat(d, size // 32, axis=1)
 
 
 def as_seen(type: GGMLType, x: NDArray[np.float32]) -> NDArray[np.float64]:
     """The activations as products with `type` see them."""
     if type in FLOAT_TYPES:
         return x.astype(np.float64)
-    q, d = rounded(x)
+    q, d = rounded(type, x)
     return q.astype(np.float64) * np.repeat(d.astype(np.float64), 32, axis=1)
 
 
@@ -149,14 +151,14 @@ class Workbench:
         self.device.synchronize(self.device.record(self.device.compute))
 
     # -------------------------------------------------------------------------- kernels
-    def quantise(self, x: NDArray[np.float32]) -> tuple[Array, Array, Array]:
-        """q, d and s of x; the rows lie apart on the device."""
+    def quantise(self, type: GGMLType, x: NDArray[np.float32]) -> tuple[Array, Array, Array]:
+        """q, d and s of x for products with a type; the rows lie apart on the device."""
         count, width = x.shape
         apart = np.full((count, width + 8), np.nan, np.float32)
         apart[:, :width] = x
         scratch = self.room(self.kernels.packed_bytes(count, width))
         where = self.put(apart)
-        packed = self.kernels.pack(GGMLType.Q8_0, where, count, width, width + 8, scratch)
+        packed = self.kernels.pack(type, where, count, width, width + 8, scratch)
         q = self.get(packed.x, x.shape, np.int8)
         d, s = (self.get(place, (count, width // 32)) for place in (packed.d, packed.s))
         return q, d, s
@@ -303,9 +305,11 @@ def check_matvec(
     return worst(found[:, :rows], seen @ w.T, np.abs(seen) @ np.abs(w).T)
 
 
-def check_quantise(bench: Workbench, count: int, width: int, rng: np.random.Generator) -> None:
+def check_quantise(
+    bench: Workbench, type: GGMLType, count: int, width: int, rng: np.random.Generator
+) -> None:
     x = random_activations(count, width, rng)
-    (q, d, s), (expected_q, expected_d) = bench.quantise(x), rounded(x)
+    (q, d, s), (expected_q, expected_d) = bench.quantise(type, x), rounded(type, x)
     assert np.array_equal(q, expected_q)
     assert np.array_equal(d, expected_d)
     sums = q.reshape(count, -1, 32).sum(axis=2).astype(np.float32)
@@ -393,7 +397,9 @@ def main() -> None:
     outputs: dict[tuple[str, int], bytes] = {}
     for seed in (0, 1, 12345):
         shim = Shim(options.folder, seed, tuple(options.flags.split()), modules)
-        check_quantise(Workbench(ExactBackend(shim)), 3, 160, np.random.default_rng(1))
+        check_quantise(
+            Workbench(ExactBackend(shim)), GGMLType.Q8_0, 3, 160, np.random.default_rng(1)
+        )
         for type in types:
             bench = Recording(ExactBackend(shim))
             error = check_type(bench, type)

@@ -24,10 +24,11 @@ from devicecases import (
 from numpy.typing import NDArray
 
 from colibri_mmap.format.quants import GGMLType, block_geometry
-from colibri_mmap.runtime.cudasources import WEIGHT_TYPES
+from colibri_mmap.runtime.cudasources import FLOAT_TYPES, WEIGHT_TYPES
 from colibri_mmap.runtime.devicekernels import CLAMPED_SWIGLU, SILU, ExpertShape
 
 VECTORS = Path(__file__).parents[1] / "data" / "gpu" / "products.npz"
+QUANTISED = tuple(type for type in WEIGHT_TYPES if type not in FLOAT_TYPES)
 DEVIATION = 2e-6  # of the largest value of a row: a GPU contracts to FMA and has its own exp
 
 Array = NDArray[Any]
@@ -70,7 +71,7 @@ def outputs(bench: Workbench, name: str, case: Case) -> Case:
     type = GGMLType[types[0]]
     if kind == "matvec":
         out = bench.matvec(type, case["raw"], case["x"])[:, : len(case["raw"])]
-        q, d, s = bench.quantise(case["x"])
+        q, d, s = bench.quantise(type if type in QUANTISED else GGMLType.Q8_0, case["x"])
         return {"out": out, "q": q, "d": d, "s": s}
     if kind == "dequantise":
         return {"out": bench.dequantise(type, case["raw"], int(case["columns"]))}
@@ -119,7 +120,7 @@ def main() -> None:
 
     from colibri_mmap.runtime.hostdevice import HostBackend
 
-    bench = Workbench(HostBackend(Shim(Path(".pytest_cache/d/shim"))))
+    bench = Workbench(HostBackend(Shim(Path(".pytest_cache/d/shim").absolute())))
     arrays: Case = {}
     for name, case in _products():
         arrays |= {f"{name}/in/{key}": array for key, array in case.items()}

@@ -76,14 +76,23 @@ def test_results_do_not_depend_on_the_schedule(shim: Shim, type: GGMLType) -> No
     assert read[0] == read[1] == read[2]
 
 
+ROUNDINGS = [(GGMLType.Q8_0, 160), (GGMLType.Q4_K, 768)]  # a scale per 32, per 256 activations
+
+
+@pytest.mark.parametrize(("type", "width"), ROUNDINGS)
 @pytest.mark.parametrize("seed", SCHEDULES)
-def test_activations_are_rounded_as_defined(shim: Shim, seed: int) -> None:
+def test_activations_are_rounded_as_defined(
+    shim: Shim, seed: int, type: GGMLType, width: int
+) -> None:
     bench = Workbench(HostBackend(Shim(shim.folder, seed)))
-    check_quantise(bench, 3, 160, np.random.default_rng(seed))
+    check_quantise(bench, type, 3, width, np.random.default_rng(seed))
 
 
-def test_activations_are_rounded_as_defined_on_every_device(bench: Workbench) -> None:
-    check_quantise(bench, 5, 96, np.random.default_rng(3))
+@pytest.mark.parametrize(("type", "width"), ROUNDINGS)
+def test_activations_are_rounded_as_defined_on_every_device(
+    bench: Workbench, type: GGMLType, width: int
+) -> None:
+    check_quantise(bench, type, 5, width, np.random.default_rng(3))
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])

@@ -51,12 +51,12 @@ DEVICE float sum_of_warp(float value) {
     return value;
 }
 
-DEVICE float largest_of_warp(float value) {  // not a number if any is
+DEVICE float larger(float a, float b) { return (b > a || b != b) ? b : a; }  // not a number if any is
+
+DEVICE float largest_of_warp(float value) {
 #pragma unroll
-    for (int apart = WARP / 2; apart > 0; apart >>= 1) {
-        float other = __shfl_xor_sync(ALL_LANES, value, apart);
-        value = (other > value || other != other) ? other : value;
-    }
+    for (int apart = WARP / 2; apart > 0; apart >>= 1)
+        value = larger(value, __shfl_xor_sync(ALL_LANES, value, apart));
     return value;
 }
 

@@ -1,13 +1,22 @@
 // Activations made ready for products, and the outputs of experts put together.
 #include "common.cuh"
 
-// x [count, width] -> q int8, d and s = d * sum(q) per 32 numbers: x is about d * q, d = max |x| / 127.
+// x [count, width] -> q int8, d and s = d * sum(q) per 32 numbers: x is about d * q, d = max |x| / 127
+// over the 32, or with `shared` over all numbers of a block of threads, which then are in the row.
 // A warp per 32 numbers, grid.y over rows. What is not a number makes its d not a number.
-extern "C" __global__ void quantise_q8(const float* x, i8* q, float* d, float* s, int x_stride, int width) {
+extern "C" __global__ void quantise_q8(const float* x, i8* q, float* d, float* s, int x_stride, int width,
+                                       int shared) {
+    __shared__ float of_warp[8];
     int block = blockIdx.x * blockDim.y + threadIdx.y, row = blockIdx.y;
     if (block >= width / WARP) return;  // whole warps
     float value = x[(u64)row * x_stride + block * WARP + threadIdx.x];
-    float scale = largest_of_warp(fabsf(value)) / 127.0f;
+    float largest = largest_of_warp(fabsf(value));
+    if (shared) {
+        if (threadIdx.x == 0) of_warp[threadIdx.y] = largest;
+        __syncthreads();
+        for (int i = 0; i < blockDim.y; i++) largest = larger(largest, of_warp[i]);
+    }
+    float scale = largest / 127.0f;
     int rounded = scale == 0.0f ? 0 : min(127, max(-127, __float2int_rn(value / scale)));
     u64 to = (u64)row * (width / WARP) + block;
     q[to * WARP + threadIdx.x] = (i8)rounded;
