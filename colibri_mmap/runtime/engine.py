@@ -19,6 +19,7 @@ from ..errors import ArgumentError, FormatError, ResourceError
 from ..format.gguf import GGUF, open_gguf
 from . import scheduler
 from .experts import ExpertStore
+from .expertview import ExpertView
 from .generation import Generation, Request, Surroundings
 from .kv import STEP_TOKENS, KVCache, Trace, cache_bytes
 from .modelkey import model_key
@@ -408,6 +409,18 @@ class Engine:
     def device_report(self) -> DeviceReport | None:
         """What the model has on a GPU now; None if there is none."""
         return None if self._vram is None else self._vram.report()
+
+    def expert_view(self) -> ExpertView | None:
+        """A view of the experts for somebody who watches; None if there are none."""
+        if self._pager is None:
+            return None
+
+        def in_vram() -> dict[int, NDArray[np.bool_]]:
+            offload = None if self._vram is None else self._vram.offload
+            return {} if offload is None else offload.resident()
+
+        chosen = self.gguf.int(".expert_used_count", minimum=1)
+        return ExpertView(self._pager, chosen, in_vram)
 
     def _open_vram(self, device: DeviceBackend, store: ExpertStore, context: int) -> Sequence[str]:
         """Open the tier on a device, planned for `context` tokens; what the user should know."""

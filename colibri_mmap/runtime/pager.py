@@ -102,6 +102,10 @@ class ExpertPager:
         stats, self.stats = self.stats, PagerStats()
         return stats
 
+    def present(self) -> NDArray[np.bool_]:
+        """Which experts the book has in memory [total]."""
+        return self._state == _READY
+
     # -------------------------------------------------------------------------- asking
     def note_elsewhere(self, layer: int, experts: NDArray[np.int64]) -> None:
         """Distinct experts of a decode step are computed on another device: they need no memory."""

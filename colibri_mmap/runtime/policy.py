@@ -182,6 +182,10 @@ class ExpertPolicy:
         """How often each expert was used so far [L, E]."""
         return self._counts.copy()
 
+    def rates(self) -> NDArray[np.float64]:
+        """The long running mean of each expert's uses per token [L, E]."""
+        return self._long.copy()
+
     def check_integrity(self) -> None:
         """Assert that the books agree with one another."""
         assert self.resident_bytes == self._sizes[self._classes != _ABSENT].sum()
