@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .arena import Arena, Rows
 from .device import ALIGNMENT, Address, DeviceBackend, DeviceMemory, Event
 
-_CHUNK_BYTES = 32 << 20  # that the arena grows by, at least
+CHUNK_BYTES = 32 << 20  # that the arena grows by, at least
 _HALF_BYTES = 4 << 20  # of the ring of staging memory
 
 
@@ -44,7 +44,7 @@ class DeviceArena:
         while chunk < len(self._chunks) and used + needed > self._chunks[chunk].nbytes:
             chunk, used = chunk + 1, 0
         if chunk == len(self._chunks):
-            self._chunks.append(self._backend.allocate(max(needed, _CHUNK_BYTES)))
+            self._chunks.append(self._backend.allocate(max(needed, CHUNK_BYTES)))
         self._top = (chunk, used + needed)
         return Address(self._chunks[chunk].address + used)
 

@@ -11,18 +11,17 @@ from numpy.typing import NDArray
 
 from .attention import GroupedQueryAttention
 from .device import Address, DeviceBackend, DeviceMemory
-from .devicearena import aligned
+from .devicearena import CHUNK_BYTES, aligned
 from .devicekernels import supports
-from .deviceops import FEW, DeviceOps
+from .deviceops import FEW, PANEL_BYTES, DeviceOps
 from .experts import ExpertStore
-from .kv import KVCache
+from .kv import STEP_TOKENS, KVCache
 from .layers import Block, Decoder
 from .trunkkernels import MAX_HEAD
 from .weights import Matrix, Vector
 
 Weight = Matrix | Vector
 
-SCRATCH_BYTES = 512 << 20  # intermediate values of a step of STEP_TOKENS, at most about
 _PIECE_BYTES = 16 << 20  # of weights that are read and sent at a time
 
 
@@ -81,6 +80,18 @@ def trunk_bytes(model: Decoder, layers: int) -> TrunkBytes:
     """What the weights of the last `layers` blocks, and those of the output head, take."""
     blocks = model.blk[len(model.blk) - layers :]
     return TrunkBytes(_nbytes(_weights_of(blocks)), _nbytes(_head_weights(model)))
+
+
+def scratch_bytes(model: Decoder, layers: int) -> int:
+    """What intermediate values of the last `layers` blocks take in the largest step, at most."""
+    largest = 0
+    for block in model.blk[len(model.blk) - layers :]:
+        matrices = [weight for weight in _weights_of(block) if isinstance(weight, Matrix)]
+        columns = max((matrix.columns for matrix in matrices), default=0)
+        # Outputs of products; what norms, attention and experts make beside them; what is packed.
+        values = sum(matrix.rows for matrix in matrices) + 12 * columns
+        largest = max(largest, 4 * STEP_TOKENS * values)
+    return largest + 4 * FEW * model.vocabulary + PANEL_BYTES + 2 * CHUNK_BYTES
 
 
 def place_trunk(

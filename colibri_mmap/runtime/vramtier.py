@@ -21,7 +21,13 @@ from .layers import Decoder
 from .models import Model
 from .offload import Offload
 from .ops import Ops
-from .placement import SCRATCH_BYTES, PlacedTrunk, place_trunk, supported_layers, trunk_bytes
+from .placement import (
+    PlacedTrunk,
+    place_trunk,
+    scratch_bytes,
+    supported_layers,
+    trunk_bytes,
+)
 from .policy import Key
 from .slots import ExpertReader
 from .sources import ExpertNumbers
@@ -178,7 +184,7 @@ class _Demand:
         shapes = self.model.kv_shapes[-layers:]
         head = needed.head if self.with_head(layers) else 0
         kv = cache_bytes(shapes, self.context, self.kv_type)
-        return needed.weights + head, kv, SCRATCH_BYTES
+        return needed.weights + head, kv, scratch_bytes(self.model, layers)
 
 
 def _divide(
