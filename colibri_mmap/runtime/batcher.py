@@ -194,14 +194,13 @@ class Batcher:
 
     def _turn(self) -> None:
         """A part of one prompt if it is time to, and a token of every reply that is under way."""
-        for ticket in self._tickets():
-            reason = ticket.over
-            if reason is not None:
-                self._end(ticket, reason)
+        self._sweep()
         self._shrink()
         self._admit()
+        self._sweep()
         if self._owed <= 0:
             self._read_a_part()
+            self._sweep()
         started = time.monotonic()
         decoding = [ticket for ticket in self._active if ticket.generation.pending == 1]
         if decoding:
@@ -209,6 +208,13 @@ class Batcher:
             self._owed = max(0.0, self._owed - (time.monotonic() - started))
         else:
             self._owed = 0.0
+
+    def _sweep(self) -> None:
+        """End what was cancelled or is late."""
+        for ticket in self._tickets():
+            reason = ticket.over
+            if reason is not None:
+                self._end(ticket, reason)
 
     def _read_a_part(self) -> None:
         """The next part of the prompt whose turn it is."""
