@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 from shim import Shim
+from storeuse import Stores
+from toycache import PLAIN, Toy
 
+from colibri_mmap.runtime.kv import LayerShape
 from colibri_mmap.runtime.pool import Launch, Pool, job
 from colibri_mmap.runtime.task import Task
 
@@ -60,3 +63,20 @@ def dense(mini: Path) -> Path:
 def mixtral(mini: Path) -> Path:
     """A small Mixture-of-Experts llama model with a SentencePiece tokenizer."""
     return mini / "mixtral" / "mixtral.Q4_0.gguf"
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Callable[..., Stores]]:
+    """Makes prefix stores of a model with such layers, with or without a directory."""
+    made: list[Stores] = []
+
+    def make(
+        shapes: tuple[LayerShape, ...] = PLAIN, *, disk: bool = True, limit: int = 0
+    ) -> Stores:
+        made.append(Stores(Toy(shapes, limit=limit), tmp_path / "kept" if disk else None))
+        return made[-1]
+
+    yield make
+    for some in made:
+        for store in some.opened:
+            store.close()

@@ -3,86 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from toycache import PLAIN, Toy
+from storeuse import PLENTY, Stores
+from toycache import IDS, KINDS, LIMIT, OTHER, PLAIN, RECURRENT, WINDOWED, Toy
 
-from colibri_mmap.runtime.kv import KVShape, LayerShape, RecurrentShape
+from colibri_mmap.runtime.kv import LayerShape
 from colibri_mmap.runtime.prefixstore import PrefixStore
 from colibri_mmap.runtime.scheduler import Sequence
-
-WINDOWED = (*PLAIN, KVShape(2, 16, 24, 100), KVShape(1, 16, 16, 700))
-RECURRENT = (RecurrentShape(20), *PLAIN, RecurrentShape(33))
-KINDS = {"plain": PLAIN, "windows": WINDOWED, "states": RECURRENT}
-IDS = np.random.default_rng(5).integers(0, 300, 4000).tolist()
-OTHER = np.random.default_rng(6).integers(0, 300, 4000).tolist()
-PLENTY = 1 << 30
-LIMIT = 1000  # tokens; longer sequences are computed otherwise
-
-
-class Stores:
-    """Stores of one model, and a person who uses them."""
-
-    def __init__(self, toy: Toy, directory: Path | None) -> None:
-        self.toy, self.directory = toy, directory
-        self.notices: list[str] = []
-        self.opened: list[PrefixStore] = []
-
-    def open(
-        self, model: str = "toy", ram_bytes: int = PLENTY, disk_bytes: int = PLENTY
-    ) -> PrefixStore:
-        """A store like that of a process that has just begun."""
-        store = PrefixStore(
-            self.toy.sequence,
-            model,
-            ram_bytes=ram_bytes,
-            directory=self.directory,
-            disk_bytes=disk_bytes,
-            length_limit=self.toy.limit,
-            notify=self.notices.append,
-        )
-        self.opened.append(store)
-        return store
-
-    def serve(self, store: PrefixStore, ids: list[int], reply: int = 0) -> int:
-        """A request with a prompt of these ids, and some tokens of reply; how many were known."""
-        sequence = store.take(ids)
-        known = len(sequence.ids)
-        assert sequence.ids == ids[:known]
-        assert known < len(ids)
-        self.toy.check(sequence)
-        self.read(store, sequence, ids)
-        self.toy.extend(sequence, IDS[:reply], step=1)
-        store.give(sequence)
-        return known
-
-    def read(self, store: PrefixStore, sequence: Sequence, ids: list[int]) -> None:
-        while (known := len(sequence.ids)) < len(ids):
-            self.toy.extend(sequence, ids[known : known + 512])
-            store.checkpoint(sequence)
-
-
-@pytest.fixture
-def stores(tmp_path: Path) -> Iterator[Callable[..., Stores]]:
-    made: list[Stores] = []
-
-    def make(
-        shapes: tuple[LayerShape, ...] = PLAIN, *, disk: bool = True, limit: int = 0
-    ) -> Stores:
-        made.append(Stores(Toy(shapes, limit=limit), tmp_path / "kept" if disk else None))
-        return made[-1]
-
-    yield make
-    for some in made:
-        for store in some.opened:
-            store.close()
-
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toycache import PLAIN, Toy
+from toycache import IDS, PLAIN, RECURRENT, WINDOWED, Toy
 
 from colibri_mmap.runtime.kv import KVShape, LayerShape, RecurrentShape
 from colibri_mmap.runtime.scheduler import Sequence
 from colibri_mmap.runtime.snapshots import Checkpoint, gather, scatter, without_the_closest
 
-WINDOWED = (*PLAIN, KVShape(2, 16, 24, 100), KVShape(1, 16, 16, 700))
-RECURRENT = (RecurrentShape(20), *PLAIN, RecurrentShape(33))
 NARROW = (KVShape(2, 16, 16, 24), RecurrentShape(5))
-IDS = np.random.default_rng(5).integers(0, 300, 3000).tolist()
 
 all_shapes = pytest.mark.parametrize(
     "shapes", [PLAIN, WINDOWED, RECURRENT, NARROW], ids=["plain", "windows", "states", "narrow"]

@@ -11,11 +11,17 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from colibri_mmap.runtime.kv import STEP_TOKENS, KVCache, KVShape, LayerShape
+from colibri_mmap.runtime.kv import STEP_TOKENS, KVCache, KVShape, LayerShape, RecurrentShape
 from colibri_mmap.runtime.scheduler import Sequence
 
 CONTEXT = 4096
 PLAIN: tuple[LayerShape, ...] = (KVShape(2, 16, 20), KVShape(1, 32, 16))
+WINDOWED = (*PLAIN, KVShape(2, 16, 24, 100), KVShape(1, 16, 16, 700))
+RECURRENT = (RecurrentShape(20), *PLAIN, RecurrentShape(33))
+KINDS = {"plain": PLAIN, "windows": WINDOWED, "states": RECURRENT}
+LIMIT = 1000  # tokens; for models that compute longer sequences otherwise
+IDS = np.random.default_rng(5).integers(0, 300, 4000).tolist()
+OTHER = np.random.default_rng(6).integers(0, 300, 4000).tolist()
 
 
 class Toy:
