@@ -179,7 +179,7 @@ def test_metrics_have_few_labels(narrow: ServerProcess) -> None:
         httpx.get(f"{narrow.url}/v1/models/{number}")
     samples = figures(narrow)
     endpoints = {key[2] for key in samples if key[0] == "colibri_requests_total"}
-    assert endpoints == {"other", CHAT, "/v1/models/{name:path}", "/metrics"}
+    assert endpoints <= {"other", CHAT, "/v1/models/{name:path}", "/metrics"}
     assert samples[("colibri_requests_total", "404", "other")] == 5
     assert samples[("colibri_model_loads_total",)] == 1
     assert samples[("colibri_expert_hits_total",)] > 0
