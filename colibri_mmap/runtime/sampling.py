@@ -17,6 +17,8 @@ from colibri_mmap.errors import ArgumentError, ModelReadError
 from colibri_mmap.runtime.grammar import Matcher
 
 _BLOCK = 64  # logits per block when looking for the largest ones
+_QUICKLY_SORTED = 2048  # weights
+_CLASS_SHIFT = 47  # bits of a float64: 32 classes of weights per power of two
 
 Logits = NDArray[np.float32]
 
@@ -151,14 +153,29 @@ class Sampler:
         # first leaves less to sort and keeps the same prefix, as long as `total` covers all.
         kept = np.flatnonzero((weights >= settings.min_p) & (weights > 0))
         if settings.top_p < 1:
-            kept = kept[np.argsort(-weights[kept], kind="stable")]
-            reached = np.cumsum(weights[kept])
-            kept = kept[: int(np.searchsorted(reached, settings.top_p * total)) + 1]
+            kept = kept[_nucleus(weights[kept], settings.top_p * total)]
         with np.errstate(over="ignore"):  # a tiny temperature sends the others to -infinity
             weights = np.exp(distance[kept] / settings.temperature)
         reached = np.cumsum(weights)
         drawn = int(np.searchsorted(reached, self._random.random() * reached[-1], side="right"))
         return int(tokens[kept[min(drawn, len(kept) - 1)]])
+
+
+def _nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
+    """The fewest heaviest weights, all above 0, that reach `mass` together, in order; of equals the
+    first."""
+    heaviest = np.arange(len(weights))
+    if len(weights) > _QUICKLY_SORTED:
+        # The leading bits of a positive float grow with it: classes of weights, of which the
+        # lightest are not needed. Rounding cannot matter for the sum with one class more.
+        classes = weights.view(np.int64) >> _CLASS_SHIFT
+        sums = np.bincount(classes, weights)
+        reached = np.cumsum(sums[::-1])
+        last = len(sums) - 2 - int(np.searchsorted(reached, mass))
+        heaviest = np.flatnonzero(classes >= last)
+    order = heaviest[np.argsort(-weights[heaviest], kind="stable")]
+    reached = np.cumsum(weights[order])
+    return order[: int(np.searchsorted(reached, mass)) + 1]
 
 
 def _largest(logits: Logits, count: int) -> NDArray[np.int64]:

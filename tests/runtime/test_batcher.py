@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from colibri_mmap.format.pack import pack
 from colibri_mmap.runtime.batcher import Batcher
 from colibri_mmap.runtime.events import Event, Failed, Finished, PromptProgress, Started, TokenEvent
 from colibri_mmap.runtime.generation import Request
+from colibri_mmap.runtime.grammar import Grammar
 from colibri_mmap.runtime.kv import STEP_TOKENS
 
 MODELS = [
@@ -165,6 +167,21 @@ def test_stop_strings_and_ends_of_the_context(mini: Path) -> None:
         assert "".join(token.text for token in said.tokens) == text[: text.index(text[9:12])]
         assert last.reason == "stop"
         assert last.stop_string == text[9:12]
+
+
+def test_grammars(engine: Engine) -> None:
+    """Each reply has a state of its own, and ends when nothing more may come."""
+    pattern = "[ab]{6}c?(de)+f"
+    random = Sampling(temperature=1.5, seed=1)
+    asked = Request(ids=PROMPT, sampling=random, grammar=Grammar.regex(pattern), max_tokens=200)
+    with serving(engine) as batcher:
+        clients = [Client(batcher, replace(asked, ids=IDS[n : n + 5])) for n in range(6)]
+        clients.append(Client(batcher, REQUESTS[0]))
+        *said, free = [client.said() for client in clients]
+    for one in said:
+        assert re.fullmatch(pattern, "".join(token.text for token in one.tokens))
+        assert one.reason == "stop"
+    assert free == alone(engine, REQUESTS[0])
 
 
 def test_a_conversation_goes_on(engine: Engine) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colibri_mmap.errors import ArgumentError, ColibriError
-from colibri_mmap.runtime.sampling import Sampler, Sampling, StopMatcher
+from colibri_mmap.runtime.sampling import Sampler, Sampling, StopMatcher, log_probabilities
 
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
@@ -70,6 +70,40 @@ def test_top_k_of_a_large_vocabulary_is_exact() -> None:
     sampler = Sampler(settings, len(logits))
     order = np.lexsort((np.arange(len(logits)), -logits))
     assert {sampler.sample(logits, ()) for _ in range(1000)} == set(order[:40].tolist())
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.001, 0.5, 0.95, 0.9999])
+def test_top_p_of_a_large_vocabulary_is_exact(spread: float, top_p: float) -> None:
+    """The draws are those from the whole vocabulary, sorted."""
+    logits = np.random.default_rng(8).normal(size=50_000) * spread
+    logits = logits.round(1 if spread == 6.0 else 7).astype(np.float32)  # with equal ones, too
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    distance = (logits[order] - logits[order[0]]).astype(np.float64)
+    reached = np.cumsum(np.exp(distance))
+    kept = int(np.argmax(reached >= top_p * reached[-1])) + 1
+    reached = np.cumsum(np.exp(distance[:kept] / 1.7))
+    random = np.random.Generator(np.random.PCG64(3))
+    expected = [int(order[np.argmax(reached > random.random() * reached[-1])]) for _ in range(25)]
+    settings = Sampling(temperature=1.7, top_k=0, top_p=top_p, min_p=0.0, seed=3)
+    sampler = Sampler(settings, len(logits))
+    assert [sampler.sample(logits, ()) for _ in range(25)] == expected
+
+
+@given(
+    logits=st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=300),
+    count=st.integers(0, 12),
+    token=st.integers(0, 299),
+)
+def test_log_probabilities(logits: list[float], count: int, token: int) -> None:
+    token %= len(logits)
+    highest = max(logits)
+    total = highest + math.log(math.fsum(math.exp(x - highest) for x in logits))
+    found = log_probabilities(np.array(logits, np.float32), token, count)
+    assert found.chosen == pytest.approx(logits[token] - total, abs=1e-5)
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:count]
+    assert [i for i, _ in found.top] == order
+    assert [p for _, p in found.top] == pytest.approx([logits[i] - total for i in order], abs=1e-5)
 
 
 def test_frequencies_follow_the_probabilities() -> None:
