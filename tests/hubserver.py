@@ -1,8 +1,8 @@
 """A hub of our own: the HTTP interface of the Hugging Face hub as far as downloads need it.
 
-    /api/models/OWNER/NAME/revision/REVISION   what a repository holds
-    /OWNER/NAME/resolve/COMMIT/PATH            redirects to the content
-    /content/BLOB                              content, whole or in ranges; on another host name
+/api/models/OWNER/NAME/revision/REVISION   what a repository holds
+/OWNER/NAME/resolve/COMMIT/PATH            redirects to the content
+/content/BLOB                              content, whole or in ranges; on another host name
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class HubServer:
         self.failures: list[int] = []
         self.go_on = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
         self._thread.start()
 
     @property
@@ -102,6 +104,9 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
             token = self.headers["Authorization"]
@@ -118,9 +123,11 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def _listing(self, name: str, revision: str) -> None:
             repo = hub.repos.get(name)
             if repo is None or (repo.private and not self._known()):
-                return self._refuse(401, "RepoNotFound")
+                self._refuse(401, "RepoNotFound")
+                return
             if revision not in ("main", repo.commit):
-                return self._refuse(404, "RevisionNotFound")
+                self._refuse(404, "RevisionNotFound")
+                return
             siblings = []
             for path, data in repo.files.items():
                 size = repo.sizes.get(path, len(data))
@@ -136,11 +143,14 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def _resolve(self, name: str, path: str) -> None:
             repo = hub.repos[name]
             if repo.gated and self.headers["Authorization"] is None:
-                return self._refuse(401, "GatedRepo")
+                self._refuse(401, "GatedRepo")
+                return
             if repo.gated and not self._known():
-                return self._refuse(403, "GatedRepo")
+                self._refuse(403, "GatedRepo")
+                return
             if path in repo.missing:
-                return self._refuse(404, "EntryNotFound")
+                self._refuse(404, "EntryNotFound")
+                return
             data = repo.files[path]
             place = f"http://localhost:{hub.port}/content/{blob(data)}"
             linked = {"X-Linked-Etag": f'"{blob(data)}"', "X-Linked-Size": str(len(data))}
@@ -148,7 +158,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
 
         def _content(self, data: bytes | None) -> None:
             if hub.failures:
-                return self._refuse(hub.failures.pop(0), "")
+                self._refuse(hub.failures.pop(0), "")
+                return
             assert data is not None
             if hub.damage:
                 data = bytes([data[0] ^ 1]) + data[1:]
@@ -173,6 +184,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
+            if self.command == "HEAD":
+                return
             try:
                 self.wfile.write(body[:stop_after])
                 if stop_after is not None and stop_after < len(body):

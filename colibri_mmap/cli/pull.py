@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,6 +38,7 @@ def pull(
     hub's checksums; HF_TOKEN opens private repositories.
     """
     from colibri_mmap.cli.console import ProgressBar, messages, printable, results
+    from colibri_mmap.format.gguf import open_gguf
     from colibri_mmap.runtime.download import bytes_to_fetch, fetch
     from colibri_mmap.runtime.hub import look_up
     from colibri_mmap.runtime.modelnames import parse_reference
@@ -49,7 +49,7 @@ def pull(
     model = _choose(repository, reference)
     full_name = f"{repository.name}:{model.label}"
     if repository.architecture not in (None, NO_LANGUAGE_MODEL) and not force:
-        _check_architecture(full_name, str(repository.architecture))
+        _check_architecture(full_name, str(repository.architecture), "--force fetches it")
     files = [repository.files[path] for path in model.paths]
     cache = hub_cache()
     size = sum(file.nbytes for file in files)
@@ -64,7 +64,18 @@ def pull(
     except KeyboardInterrupt:
         print("stopped: the same command goes on from here", file=sys.stderr)
         raise
-    results().print(printable(_summary(full_name, paths[0], size)), markup=False, soft_wrap=True)
+    architecture = open_gguf(paths[0]).architecture
+    if not force:
+        _check_architecture(full_name, architecture, f"`colibri-mmap rm {full_name}` deletes it")
+    results().print(
+        printable(
+            f"{full_name}: {byte_size(size)}, architecture {architecture}, checksums agree\n"
+            f"{paths[0]}\n"
+            f"next: colibri-mmap {'inspect' if force else 'chat -m'} {full_name}"
+        ),
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _choose(repository: Repository, reference: Reference) -> ModelFiles:
@@ -103,26 +114,12 @@ def _listing(repository: Repository, models: list[ModelFiles]) -> str:
     return ", ".join(f"{label} ({byte_size(sizes[label])})" for label in ordered)
 
 
-def _check_architecture(name: str, architecture: str) -> None:
-    """Refuse hours of download for what cannot run."""
+def _check_architecture(name: str, architecture: str, advice: str) -> None:
+    """Refuse what cannot run, if possible before it is downloaded."""
     from colibri_mmap.runtime.models import ARCHITECTURES
 
     if architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"{name}: architecture {architecture!r} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}; --force fetches it all the same"
+            f"{name}: architecture {architecture!r} is not supported; {advice}; "
+            f"supported: {', '.join(ARCHITECTURES)}"
         )
-
-
-def _summary(name: str, path: Path, size: int) -> str:
-    """What is here now, and what to type next; errors if the files are no model that runs."""
-    from colibri_mmap.format.gguf import open_gguf
-    from colibri_mmap.runtime.models import family_of
-
-    gguf = open_gguf(path)
-    family_of(gguf)
-    return (
-        f"{name}: {byte_size(size)}, architecture {gguf.architecture}, checksums agree\n"
-        f"{path}\n"
-        f"next: colibri-mmap chat -m {name}"
-    )

@@ -177,8 +177,8 @@ def _receive(
         wait = next(waits, None)
         if wait is None:
             raise ResourceError(
-                f"{file.path}: broke off after {have / 1e9:.2f} of {file.nbytes / 1e9:.2f} GB "
-                f"({reason}); the same command goes on from there"
+                f"{file.path}: broke off at {have / file.nbytes:.0%} ({reason}); the same command "
+                "goes on from there"
             )
         progress(f"{label}: {reason}, trying again", have, file.nbytes)
         pause(wait)

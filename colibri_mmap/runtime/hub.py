@@ -31,7 +31,6 @@ from huggingface_hub.errors import (
 
 from colibri_mmap.errors import ArgumentError, ColibriError, ResourceError
 
-CHUNK_BYTES = 1 << 20
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of what becomes a name in the cache
 _PASSING = (408, 425, 429, 500, 502, 503, 504)  # statuses that another try may not meet
 
@@ -116,7 +115,7 @@ def transfer(
         ) as response:
             hf_raise_for_status(response)
             partial = response.status_code == httpx2.codes.PARTIAL_CONTENT
-            yield (start if partial else 0), response.iter_bytes(CHUNK_BYTES)
+            yield (start if partial else 0), response.iter_bytes()
     except HfHubHTTPError as error:
         if error.response.status_code in _PASSING:
             raise TransferError(f"the hub answered {error.response.status_code}") from error

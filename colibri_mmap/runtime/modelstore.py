@@ -73,10 +73,10 @@ def repository_directory(cache: Path, repo: str) -> Path:
 def find_models(cache: Path) -> list[StoredModel]:
     """All models in a cache, by name."""
     models: list[StoredModel] = []
-    for directory in sorted(cache.glob("models--*--*")):
+    for directory in cache.glob("models--*--*"):
         repo = "/".join(directory.name.split("--", 2)[1:])
         models.extend(_models_of(repo, directory))
-    return models
+    return sorted(models, key=lambda model: model.name.casefold())
 
 
 def find_model(text: str, cache: Path) -> StoredModel | None:
@@ -119,36 +119,40 @@ def remove_model(model: StoredModel, cache: Path) -> int:
     Content that other files refer to stays, as does everything of the repository that is no part
     of the model. ResourceError while a program is downloading it.
     """
-    from huggingface_hub import scan_cache_dir
-
     directory = repository_directory(cache, model.repo)
+    content = {file.resolve(): file.stat().st_size for file in (*model.links, *model.partials)}
     with ExitStack() as stack:
         for partial in model.partials:
             stack.enter_context(download_lock(cache, model.repo, _blob_name(partial)))
-        freed = sum(partial.stat().st_size for partial in model.partials)
         for partial in model.partials:
             partial.unlink()
     if model.links:
-        real = {link.parent.resolve() / link.name for link in model.links}
-        found = scan_cache_dir(cache)
-        files = [
-            file
-            for repo in found.repos
-            for revision in repo.revisions
-            for file in revision.files
-            if file.file_path in real
-        ]
-        if len(files) != len(real):
-            reasons = [str(warning) for warning in found.warnings if directory.name in str(warning)]
-            raise ResourceError(f"{directory}: is damaged ({'; '.join(reasons)}); delete it whole")
-        strategy = found.delete_files(*files)
-        strategy.execute()
-        left = [path for path in (*strategy.files, *strategy.blobs) if os.path.lexists(path)]
-        if left:
-            raise ResourceError(f"{left[0]}: cannot be deleted; see to its permissions")
-        freed += strategy.expected_freed_size
+        _remove_links(model.links, directory, cache)
     _remove_if_empty(directory)
-    return freed
+    return sum(size for path, size in content.items() if not path.exists())
+
+
+def _remove_links(links: Sequence[Path], directory: Path, cache: Path) -> None:
+    """Delete files of snapshots, and their content where it is not another file's, too."""
+    from huggingface_hub import scan_cache_dir
+
+    wanted = {link.parent.resolve() / link.name for link in links}
+    found = scan_cache_dir(cache)
+    files = [
+        file
+        for repo in found.repos
+        for revision in repo.revisions
+        for file in revision.files
+        if file.file_path in wanted
+    ]
+    if len(files) != len(wanted):
+        reasons = "; ".join(str(error) for error in found.warnings if directory.name in str(error))
+        raise ResourceError(f"{directory}: is damaged ({reasons}); delete the whole directory")
+    strategy = found.delete_files(*files)
+    strategy.execute()
+    left = [path for path in (*strategy.files, *strategy.blobs) if os.path.lexists(path)]
+    if left:
+        raise ResourceError(f"{left[0]}: cannot be deleted; see to its permissions")
 
 
 @contextmanager
