@@ -28,7 +28,7 @@ _PARTS = {  # lanes that share a block of weights: PARTS of blocks.cuh
     GGMLType.Q3_K: 16,
     GGMLType.Q4_K: 8,
     GGMLType.Q5_K: 8,
-    GGMLType.Q6_K: 32,
+    GGMLType.Q6_K: 16,
     GGMLType.IQ4_XS: 16,
 }
 _Number = TypeVar("_Number", bound=np.generic)
@@ -43,20 +43,20 @@ def supports(type: GGMLType, columns: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Activations as products take them: int8 with scales, or float32 where d and s are 0.
+    """Activations as products take them: int8 with scales, or float32 where `scales` is 0.
 
-    x [count, stride]; d and s [count, stride / 32].
+    x [count, stride]; scales float32 [count, stride / 32, 2]: d, by which x is d * q, and
+    d * sum(q).
     """
 
     x: Address
-    d: Address
-    s: Address
+    scales: Address
     stride: int
     count: int
 
     @property
-    def arguments(self) -> tuple[int, int, int, int]:
-        return self.x, self.d, self.s, self.stride
+    def arguments(self) -> tuple[int, int, int]:
+        return self.x, self.scales, self.stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,7 @@ class DeviceKernels:
     @staticmethod
     def packed_bytes(count: int, width: int) -> int:
         """Scratch bytes that `pack` needs."""
-        blocks = count * width // QUANTISED_BLOCK
-        return _aligned(count * width) + 2 * _aligned(4 * blocks)
+        return _aligned(count * width) + _aligned(8 * count * width // QUANTISED_BLOCK)
 
     def pack(
         self, type: GGMLType, x: int, count: int, width: int, stride: int, scratch: int
@@ -194,15 +193,12 @@ class DeviceKernels:
         The rounding is that of the CPU's kernels: one scale per block of the weights.
         """
         if type in FLOAT_TYPES:
-            return Packed(Address(x), Address(0), Address(0), stride, count)
-        blocks = width // QUANTISED_BLOCK
-        d = Address(scratch + _aligned(count * width))
-        s = Address(d + _aligned(4 * count * blocks))
-        packed = Packed(Address(scratch), d, s, width, count)
+            return Packed(Address(x), Address(0), stride, count)
+        packed = Packed(Address(scratch), Address(scratch + _aligned(count * width)), width, count)
         together = block_geometry(type)[0] // QUANTISED_BLOCK
         warps = together if together > 1 else _WARPS_PER_BLOCK
-        grid, block = (_up(blocks, warps), count, 1), (32, warps, 1)
-        arguments = (Address(x), packed.x, d, s, stride, width, int(together > 1))
+        grid, block = (_up(width // QUANTISED_BLOCK, warps), count, 1), (32, warps, 1)
+        arguments = (Address(x), packed.x, packed.scales, stride, width, int(together > 1))
         self.launch("quantise_q8", grid, block, *arguments)
         return packed
 
@@ -323,7 +319,8 @@ class ExpertStep:
             f"down_weighted_{shape.down_type.name.lower()}",
             *((grid_x, tables.count, 1), block),
             *(downs, biases, starts, pairs, weights, *hidden.arguments),
-            *(Address(self.out), self.out_stride, shape.width, shape.hidden, int(self.add)),
+            *(Address(self.out), self.out_stride, shape.width, shape.hidden),
+            *(tables.pairs, int(self.add)),
         )
 
     def _down(self, hidden: Packed, y: Address) -> None:

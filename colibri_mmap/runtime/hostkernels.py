@@ -62,13 +62,13 @@ def _dequantiser(type: GGMLType) -> tuple[Any, NDArray[np.uint8]]:
 
 
 def _activations(type: GGMLType, packed: Sequence[int], columns: int, count: int) -> Floats:
-    """What products see of the activations `packed` (x, d, s, stride): float32 [count, columns]."""
-    x, d, _, stride = packed
+    """What products see of activations (x, scales, stride): float32 [count, columns]."""
+    x, scales, stride = packed
     if type in FLOAT_TYPES:
         return array(x, (count, columns), np.float32, stride)
     blocks = (count, columns // _BLOCK, _BLOCK)
-    q, scales = array(x, blocks, np.int8), array(d, blocks[:2], np.float32)
-    return np.asarray(q * scales[:, :, None], np.float32).reshape(count, columns)
+    q, d = array(x, blocks, np.int8), array(scales, (*blocks[:2], 2))[:, :, :1]
+    return np.asarray(q * d, np.float32).reshape(count, columns)
 
 
 def _activate(gate: Floats, up: Floats, activation: int) -> Floats:
@@ -89,7 +89,7 @@ def _pointer(table: int, group: int) -> int:
 
 # ------------------------------------------------------------------ rows.cu
 def _quantise_q8(
-    grid: Dimensions, x: int, q: int, d: int, s: int, stride: int, width: int, shared: int
+    grid: Dimensions, x: int, q: int, scales: int, stride: int, width: int, shared: int
 ) -> None:
     count, blocks = grid[1], width // _BLOCK
     values = array(x, (count, width), np.float32, stride).reshape(count, blocks, _BLOCK)
@@ -97,14 +97,13 @@ def _quantise_q8(
     if shared:
         together = blocks // grid[0]
         largest = np.repeat(largest.reshape(count, -1, together).max(axis=2), together, axis=1)
-    scales = largest / np.float32(127)
-    some = scales != 0
-    divided = values / np.where(some, scales, np.float32(1))[:, :, None]
+    d = largest / np.float32(127)
+    some = d != 0
+    divided = values / np.where(some, d, np.float32(1))[:, :, None]
     rounded = np.clip(np.rint(np.nan_to_num(divided, nan=0.0)), -127, 127)
     rounded *= some[:, :, None]
     array(q, (count, blocks, _BLOCK), np.int8)[:] = rounded
-    array(d, (count, blocks))[:] = scales
-    array(s, (count, blocks))[:] = scales * rounded.sum(axis=2)
+    array(scales, (count, blocks, 2))[:] = np.stack([d, d * rounded.sum(axis=2)], axis=2)
 
 
 def _combine_pairs(
@@ -169,9 +168,10 @@ def _down(type: GGMLType, grid: Dimensions, *arguments: int) -> None:
 
 
 def _down_weighted(type: GGMLType, grid: Dimensions, *arguments: int) -> None:
-    downs, biases, off, row, weights, *packed, out, out_stride, rows, columns, add = arguments
+    downs, biases, off, row, weights, *packed, out, out_stride, rows, columns, entries, add = (
+        arguments
+    )
     starts = array(off, (grid[1] + 1,), np.int32)
-    entries = starts[-1]
     pairs, factors = array(row, (entries,), np.int32), array(weights, (entries,))
     x = _activations(type, packed, columns, int(pairs.max(initial=-1)) + 1)
     for token in range(grid[1]):

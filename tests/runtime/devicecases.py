@@ -160,8 +160,8 @@ class Workbench:
         where = self.put(apart)
         packed = self.kernels.pack(type, where, count, width, width + 8, scratch)
         q = self.get(packed.x, x.shape, np.int8)
-        d, s = (self.get(place, (count, width // 32)) for place in (packed.d, packed.s))
-        return q, d, s
+        scales = self.get(packed.scales, (count, width // 32, 2))
+        return q, scales[:, :, 0], scales[:, :, 1]
 
     def packed(self, type: GGMLType, x: NDArray[np.float32]) -> Any:
         count, width = x.shape

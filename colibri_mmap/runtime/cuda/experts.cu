@@ -10,25 +10,59 @@
 #endif
 #define MOST_WARPS 8
 
-// sums[ROWS_][N] += rows x tokens; only the first `live` tokens are there.
+// Unit i of a row, counted over its blocks.
+template <class T>
+DEVICE void load_unit(const u8* row, u32 i, typename T::Raw& raw) {
+    T::load(row + i / T::PARTS * T::BYTES, i % T::PARTS, raw);
+}
+
+template <class T>
+DEVICE void load_operand(const Activations& a, u32 token, u32 i, typename T::Operand& to) {
+    T::load_activations(a, token * a.stride + i / T::PARTS * T::WEIGHTS, i % T::PARTS, to);
+}
+
+template <class T>
+DEVICE u32 units_of(int columns) {
+    return (u32)columns / T::WEIGHTS * T::PARTS;
+}
+
+DEVICE u32 lane_of_row_group() { return threadIdx.y * WARP + threadIdx.x; }
+
+// The first unit of a lane in each row, which is under way while other things are looked up.
+template <class T, int ROWS_>
+DEVICE void load_first(const u8* const (&row)[ROWS_], int columns, typename T::Raw (&raw)[ROWS_]) {
+    if (lane_of_row_group() < units_of<T>(columns))
+#pragma unroll
+        for (int r = 0; r < ROWS_; r++) load_unit<T>(row[r], lane_of_row_group(), raw[r]);
+}
+
+// sums[ROWS_][N] += rows x tokens; only the first `live` tokens are there. `next` holds the first
+// units; those that a lane takes next are loaded before those at hand are used.
 template <class T, int ROWS_, int N>
-DEVICE void accumulate(const u8* const (&row)[ROWS_], int columns, const Activations& a,
-                       const int (&token)[N], int live, float (&sums)[ROWS_ * N]) {
-    int units = columns / T::WEIGHTS * T::PARTS;
+DEVICE void accumulate(const u8* const (&row)[ROWS_], int columns, const Activations& a, const u32 (&token)[N],
+                       int live, typename T::Raw (&next)[ROWS_], float (&sums)[ROWS_ * N]) {
+    u32 units = units_of<T>(columns), i = lane_of_row_group();
 #pragma unroll 2
-    for (int i = threadIdx.y * WARP + threadIdx.x; i < units; i += blockDim.y * WARP) {
-        int block = i / T::PARTS, part = i % T::PARTS;
+    while (i < units) {
+        u32 part = i % T::PARTS, after = i + blockDim.y * WARP;
+        typename T::Raw raw[ROWS_];
         typename T::Unit unit[ROWS_];
 #pragma unroll
-        for (int r = 0; r < ROWS_; r++) T::read_row(row[r], block, part, unit[r]);
+        for (int r = 0; r < ROWS_; r++) {
+            raw[r] = next[r];
+            if (after < units) load_unit<T>(row[r], after, next[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS_; r++) T::unpack(raw[r], part, unit[r]);
 #pragma unroll
         for (int j = 0; j < N; j++)
             if (j == 0 || j < live) {
                 typename T::Operand with;
-                T::read_activations(a, token[j], block, part, with);
+                load_operand<T>(a, token[j], i, with);
 #pragma unroll
-                for (int r = 0; r < ROWS_; r++) sums[r * N + j] += T::product(unit[r], with);
+                for (int r = 0; r < ROWS_; r++) sums[r * N + j] += T::product(unit[r], part, with);
             }
+        i = after;
     }
 }
 
@@ -46,8 +80,10 @@ DEVICE void sum_of_row_group(float (&sums)[COUNT]) {
     __syncthreads();
     if (threadIdx.y == 0)
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            for (int y = 1; y < blockDim.y; y++) sums[i] += of_warp[first + y][i];
+        for (int y = 1; y < MOST_WARPS; y++)
+            if (y < blockDim.y)
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) sums[i] += of_warp[first + y][i];
     __syncthreads();  // of_warp may be written again
 }
 
@@ -63,19 +99,22 @@ DEVICE void find_rows(const u8* matrix, u64 row_bytes, int first, int rows, cons
 
 template <class T>
 DEVICE u64 bytes_of_row(int columns) {
-    return (u64)(columns / T::WEIGHTS) * T::BYTES;
+    return (u64)((u32)columns / T::WEIGHTS) * T::BYTES;
 }
 
 // out[t, r] = w[r] . x[t]; grid.y is over tokens.
 template <class T, int N>
 DEVICE void matvec(const u8* w, Activations a, float* out, int out_stride, int rows, int columns, int count) {
-    int first = first_row(ROWS), token[N], t = blockIdx.y * N;
+    int first = first_row(ROWS), t = blockIdx.y * N;
+    u32 token[N];
     const u8* row[ROWS];
+    typename T::Raw next[ROWS];
     float sums[ROWS * N] = {};
     find_rows(w, bytes_of_row<T>(columns), first, rows, row);
+    load_first<T>(row, columns, next);
 #pragma unroll
     for (int j = 0; j < N; j++) token[j] = min(t + j, count - 1);
-    accumulate<T, ROWS, N>(row, columns, a, token, count - t, sums);
+    accumulate<T, ROWS, N>(row, columns, a, token, count - t, next, sums);
     sum_of_row_group(sums);
     if (!writes()) return;
 #pragma unroll
@@ -103,16 +142,20 @@ template <class T, int N>
 DEVICE void gate_up(const u64* gates, const u64* ups, const u64* gate_biases, const u64* up_biases,
                     const int* off, const int* col, Activations a, float* out, int rows, int columns,
                     int activation) {
-    int group = blockIdx.y, r = first_row(1), end = fetch<int>(off + group + 1);
+    int group = blockIdx.y, r = first_row(1);
     u64 start = min(r, rows - 1) * bytes_of_row<T>(columns);
     const u8* const row[2] = {(const u8*)fetch<u64>(gates + group) + start,
                               (const u8*)fetch<u64>(ups + group) + start};
-    for (int p = fetch<int>(off + group) + N * blockIdx.z; p < end; p += N * gridDim.z) {
-        int token[N];
+    typename T::Raw next[2];
+    load_first<T>(row, columns, next);
+    int end = fetch<int>(off + group + 1), step = N * gridDim.z;
+    for (int p = fetch<int>(off + group) + N * blockIdx.z; p < end; p += step) {
+        u32 token[N];
         float sums[2 * N] = {};
 #pragma unroll
         for (int j = 0; j < N; j++) token[j] = fetch<int>(col + min(p + j, end - 1));
-        accumulate<T, 2, N>(row, columns, a, token, end - p, sums);
+        accumulate<T, 2, N>(row, columns, a, token, end - p, next, sums);
+        if (p + step < end) load_first<T>(row, columns, next);
         sum_of_row_group(sums);
         if (!writes() || r >= rows) continue;
         float gate_bias = bias_of(gate_biases, group, r), up_bias = bias_of(up_biases, group, r);
@@ -127,15 +170,19 @@ DEVICE void gate_up(const u64* gates, const u64* ups, const u64* gate_biases, co
 template <class T, int N>
 DEVICE void down(const u64* downs, const u64* biases, const int* off, Activations a, float* out, int rows,
                  int columns) {
-    int group = blockIdx.y, first = first_row(ROWS), end = fetch<int>(off + group + 1);
+    int group = blockIdx.y, first = first_row(ROWS);
     const u8* row[ROWS];
     find_rows((const u8*)fetch<u64>(downs + group), bytes_of_row<T>(columns), first, rows, row);
-    for (int p = fetch<int>(off + group) + N * blockIdx.z; p < end; p += N * gridDim.z) {
-        int token[N];
+    typename T::Raw next[ROWS];
+    load_first<T>(row, columns, next);
+    int end = fetch<int>(off + group + 1), step = N * gridDim.z;
+    for (int p = fetch<int>(off + group) + N * blockIdx.z; p < end; p += step) {
+        u32 token[N];
         float sums[ROWS * N] = {};
 #pragma unroll
         for (int j = 0; j < N; j++) token[j] = min(p + j, end - 1);
-        accumulate<T, ROWS, N>(row, columns, a, token, end - p, sums);
+        accumulate<T, ROWS, N>(row, columns, a, token, end - p, next, sums);
+        if (p + step < end) load_first<T>(row, columns, next);
         sum_of_row_group(sums);
         if (!writes()) continue;
 #pragma unroll
@@ -149,36 +196,54 @@ DEVICE void down(const u64* downs, const u64* biases, const int* off, Activation
     }
 }
 
+// Unit i of all entries' units, for each row.
+template <class T>
+DEVICE void load_entry(const u64* downs, u64 row_bytes, int first, int rows, u32 units, u32 reciprocal, u32 i,
+                       typename T::Raw (&raw)[ROWS]) {
+    u32 e = __umulhi(i, reciprocal);
+    const u8* row[ROWS];
+    find_rows((const u8*)fetch<u64>(downs + e), row_bytes, first, rows, row);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) load_unit<T>(row[r], i - e * units, raw[r]);
+}
+
 // out[t, r] (+)= sum of weights[e] * (down[e] . hidden[row[e]] + bias[e]) over the entries e from
 // off[t] to off[t + 1]: all their units are shared among the lanes, so that none idles. grid.y is
-// over tokens.
+// over tokens; one token has `entries`, and off is not read.
 template <class T>
 DEVICE void down_weighted(const u64* downs, const u64* biases, const int* off, const int* hidden,
                           const float* weights, Activations a, float* out, int out_stride, int rows, int columns,
-                          int add) {
-    int token = blockIdx.y, first = first_row(ROWS), start = fetch<int>(off + token);
-    int entries = fetch<int>(off + token + 1) - start, lane = threadIdx.y * WARP + threadIdx.x;
-    u32 units = columns / T::WEIGHTS * T::PARTS;
-    u32 reciprocal = 0xffffffffu / units + 1;  // units > 1; exact while i * units < 2^32
+                          int entries, int add) {
+    int token = blockIdx.y, first = first_row(ROWS), start = 0;
+    if (gridDim.y > 1) {
+        start = fetch<int>(off + token);
+        entries = fetch<int>(off + token + 1) - start;
+    }
+    u32 units = units_of<T>(columns), all = entries * units, i = lane_of_row_group();
+    u32 reciprocal = 0xffffffffu / units + 1;  // units > 1; exact while all * units < 2^32
     u64 row_bytes = bytes_of_row<T>(columns);
     float sums[ROWS] = {};
+    typename T::Raw next[ROWS];
+    if (i < all) load_entry<T>(downs + start, row_bytes, first, rows, units, reciprocal, i, next);
 #pragma unroll 2
-    for (u32 i = lane; i < entries * units; i += blockDim.y * WARP) {
-        u32 entry = __umulhi(i, reciprocal), rest = i - entry * units, e = start + entry;
-        int block = rest / T::PARTS, part = rest % T::PARTS;
-        const u8* row[ROWS];
+    while (i < all) {
+        u32 e = __umulhi(i, reciprocal), rest = i - e * units, after = i + blockDim.y * WARP;
+        typename T::Raw raw[ROWS];
         typename T::Unit unit;
         typename T::Operand with;
-        find_rows((const u8*)fetch<u64>(downs + e), row_bytes, first, rows, row);
-        T::read_activations(a, fetch<int>(hidden + e), block, part, with);
-        float weight = fetch<float>(weights + e);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) raw[r] = next[r];
+        if (after < all) load_entry<T>(downs + start, row_bytes, first, rows, units, reciprocal, after, next);
+        load_operand<T>(a, fetch<int>(hidden + start + e), rest, with);
+        float weight = fetch<float>(weights + start + e);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            T::read_row(row[r], block, part, unit);
-            sums[r] += weight * T::product(unit, with);
+            T::unpack(raw[r], rest % T::PARTS, unit);
+            sums[r] += weight * T::product(unit, rest % T::PARTS, with);
         }
+        i = after;
     }
-    for (int e = start + lane; e < start + entries; e += blockDim.y * WARP)
+    for (int e = start + lane_of_row_group(); e < start + entries; e += blockDim.y * WARP)
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
             sums[r] += fetch<float>(weights + e) * bias_of(biases, e, min(first + r, rows - 1));
@@ -195,8 +260,8 @@ DEVICE void down_weighted(const u64* downs, const u64* biases, const int* off, c
 #define JOINED_(a, b) a##b
 #define JOINED(a, b) JOINED_(a, b)
 #define NAME(what) JOINED(what, TYPE)
-#define X const void *x, const float *d, const float *s, int x_stride
-#define A Activations{x, d, s, x_stride}
+#define X const void *x, const float2 *scales, int x_stride
+#define A Activations{x, scales, (u32)x_stride}
 
 #define KERNELS(N)                                                                                        \
     extern "C" __global__ void JOINED(NAME(matvec_), _c##N)(                                              \
@@ -220,17 +285,19 @@ KERNELS(8)
 
 extern "C" __global__ void NAME(down_weighted_)(const u64* downs, const u64* biases, const int* off,
                                                 const int* hidden, const float* weights, X, float* out,
-                                                int out_stride, int rows, int columns, int add) {
-    down_weighted<TYPE>(downs, biases, off, hidden, weights, A, out, out_stride, rows, columns, add);
+                                                int out_stride, int rows, int columns, int entries, int add) {
+    down_weighted<TYPE>(downs, biases, off, hidden, weights, A, out, out_stride, rows, columns, entries, add);
 }
 
 // out [rows, columns] = w as float32; a thread per unit.
 extern "C" __global__ void NAME(dequantise_)(const u8* w, float* out, int rows, int columns) {
-    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x, units = (u64)rows * (columns / TYPE::WEIGHTS * TYPE::PARTS);
+    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x, units = (u64)rows * units_of<TYPE>(columns);
     if (i >= units) return;
     u64 block = i / TYPE::PARTS;
-    int part = (int)(i % TYPE::PARTS);
+    u32 part = (u32)(i % TYPE::PARTS);
+    TYPE::Raw raw;
     TYPE::Unit unit;
-    TYPE::unpack(w + block * TYPE::BYTES, part, unit);
+    TYPE::load(w + block * TYPE::BYTES, part, raw);
+    TYPE::unpack(raw, part, unit);
     TYPE::write_floats(unit, part, out + block * TYPE::WEIGHTS);
 }

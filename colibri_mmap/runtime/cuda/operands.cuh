@@ -3,23 +3,23 @@
 // A unit of a quantised row is RUNS runs of 4 * WORDS neighbouring weights as bytes, PARTS units to
 // a block of WEIGHTS. Run r has the scale number r % SCALES: 1 where all runs of a unit share the
 // scale and lie in the same 32 weights. A weight is scale * byte + offset; SUMS says how offsets
-// meet the activations. A type gives start(part, run), read(block, part, unit) and
-// takes_sum(part): which of the units that lie in the same 32 weights uses their sum.
+// meet the activations. A type gives start(part, run); load(block, part, raw), which only loads, so
+// that a lane has several units under way; unpack(raw, part, unit); and takes_sum(part): which of
+// the units that lie in the same 32 weights uses their sum.
 #pragma once
 #include "common.cuh"
 
 enum Sums { NO_OFFSET, SUM_OF_32, SUM_OF_RUN };
 
-struct Activations {
-    const void* x;    // int8 [tokens, stride] where weights are quantised, else float32
-    const float* d;   // [tokens, stride / 32]: x is d * q
-    const float* s;   // [tokens, stride / 32]: d * sum(q)
-    int stride;       // elements per token
+struct Activations {  // fewer than 2^32 numbers in all
+    const void* x;         // int8 [tokens, stride] where weights are quantised, else float32
+    const float2* scales;  // [tokens, stride / 32]: d, by which x is d * q, and d * sum(q)
+    u32 stride;            // numbers per token
 };
 
-template <class T, int RUNS_, int WORDS_, int SCALES_, Sums SUMS_>
+template <class T, u32 RUNS_, u32 WORDS_, u32 SCALES_, Sums SUMS_>
 struct Quantised {
-    static const int RUNS = RUNS_, WORDS = WORDS_, SCALES = SCALES_;
+    static const u32 RUNS = RUNS_, WORDS = WORDS_, SCALES = SCALES_;
     static const Sums SUMS = SUMS_;
 
     struct Unit {
@@ -31,76 +31,75 @@ struct Quantised {
         float d[SCALES], s[SCALES];
     };
 
-    DEVICE bool takes_sum(int part) { return true; }
+    DEVICE bool takes_sum(u32 part) { return true; }
 
-    DEVICE void unpack(const u8* block, int part, Unit& unit) { T::read(block, part, unit); }
-
-    DEVICE void read_row(const u8* row, int block, int part, Unit& unit) {
-        T::read(row + block * T::BYTES, part, unit);
-        if (SUMS == SUM_OF_32 && !T::takes_sum(part))
+    // `at`: the number of the first activation that meets the block.
+    DEVICE void load_activations(const Activations& a, u32 at, u32 part, Operand& to) {
 #pragma unroll
-            for (int i = 0; i < SCALES; i++) unit.offset[i] = 0.0f;
-    }
-
-    DEVICE void read_activations(const Activations& a, int token, int block, int part, Operand& to) {
-        const i8* q = (const i8*)a.x + (u64)token * a.stride + block * T::WEIGHTS;
-        u64 first = (u64)token * (a.stride / 32) + block * (T::WEIGHTS / 32);
-#pragma unroll
-        for (int run = 0; run < RUNS; run++) {
-            const i8* p = q + T::start(part, run);
+        for (u32 run = 0; run < RUNS; run++) {
+            const i8* q = (const i8*)a.x + (at + T::start(part, run));
             if (WORDS == 4) {
-                int4 words = fetch<int4>(p);
+                int4 words = fetch<int4>(q);
                 to.q[run][0] = words.x;
                 to.q[run][1 % WORDS] = words.y;
                 to.q[run][2 % WORDS] = words.z;
                 to.q[run][3 % WORDS] = words.w;
             } else if (WORDS == 2) {
-                int2 words = fetch<int2>(p);
+                int2 words = fetch<int2>(q);
                 to.q[run][0] = words.x;
                 to.q[run][1 % WORDS] = words.y;
             } else {
-                to.q[run][0] = fetch<int>(p);
+                to.q[run][0] = fetch<int>(q);
             }
         }
+        T::load_scales(a, at, part, to);
+    }
+
+    DEVICE void load_scales(const Activations& a, u32 at, u32 part, Operand& to) {
 #pragma unroll
-        for (int i = 0; i < SCALES; i++) {
-            u64 at = first + T::start(part, i) / 32;
-            to.d[i] = fetch<float>(a.d + at);
-            if (SUMS == SUM_OF_32) to.s[i] = fetch<float>(a.s + at);
+        for (u32 i = 0; i < SCALES; i++) {
+            const float2* scales = a.scales + (at + T::start(part, i)) / 32;
+            if (SUMS == SUM_OF_32) {
+                float2 both = fetch<float2>(scales);
+                to.d[i] = both.x;
+                to.s[i] = both.y;
+            } else {
+                to.d[i] = fetch<float>(scales);
+            }
         }
     }
 
-    DEVICE float product(const Unit& unit, const Operand& with) {
+    DEVICE float product(const Unit& unit, u32 part, const Operand& with) {
         int dots[SCALES], sums[SCALES];
 #pragma unroll
-        for (int i = 0; i < SCALES; i++) dots[i] = sums[i] = 0;
+        for (u32 i = 0; i < SCALES; i++) dots[i] = sums[i] = 0;
 #pragma unroll
-        for (int run = 0; run < RUNS; run++)
+        for (u32 run = 0; run < RUNS; run++)
 #pragma unroll
-            for (int word = 0; word < WORDS; word++) {
-                int i = run % SCALES, q = with.q[run][word];
-                dots[i] = __dp4a(unit.w[run][word], q, dots[i]);
-                if (SUMS == SUM_OF_RUN) sums[i] = __dp4a(0x01010101, q, sums[i]);
+            for (u32 word = 0; word < WORDS; word++) {
+                int q = with.q[run][word];
+                dots[run % SCALES] = __dp4a(unit.w[run][word], q, dots[run % SCALES]);
+                if (SUMS == SUM_OF_RUN) sums[run % SCALES] = __dp4a(0x01010101, q, sums[run % SCALES]);
             }
         float total = 0.0f;
 #pragma unroll
-        for (int i = 0; i < SCALES; i++) {
+        for (u32 i = 0; i < SCALES; i++) {
             if (SUMS == SUM_OF_RUN) {
                 float scaled = unit.scale[i] * (float)dots[i] + unit.offset[i] * (float)sums[i];
                 total += with.d[i] * scaled;
             } else {
                 total += unit.scale[i] * (with.d[i] * (float)dots[i]);
             }
-            if (SUMS == SUM_OF_32) total += unit.offset[i] * with.s[i];
+            if (SUMS == SUM_OF_32) total += (T::takes_sum(part) ? unit.offset[i] : 0.0f) * with.s[i];
         }
         return total;
     }
 
-    DEVICE void write_floats(const Unit& unit, int part, float* block) {
+    DEVICE void write_floats(const Unit& unit, u32 part, float* block) {
 #pragma unroll
-        for (int run = 0; run < RUNS; run++)
+        for (u32 run = 0; run < RUNS; run++)
 #pragma unroll
-            for (int word = 0; word < WORDS; word++) {
+            for (u32 word = 0; word < WORDS; word++) {
                 float scale = unit.scale[run % SCALES];
                 float offset = SUMS == NO_OFFSET ? 0.0f : unit.offset[run % SCALES];
                 int bytes = unit.w[run][word];
@@ -114,65 +113,40 @@ struct Quantised {
 };
 
 // Four weights that are floats, activations as they are.
-template <class T>
+template <class T, class RAW>
 struct Floats {
-    static const int WEIGHTS = 4, PARTS = 1;
+    static const u32 WEIGHTS = 4, BYTES = sizeof(RAW), PARTS = 1;
+    typedef RAW Raw;
+    typedef float4 Unit;
+    typedef float4 Operand;
 
-    struct Unit {
-        float w[4];
-    };
-    struct Operand {
-        float4 x;
-    };
+    DEVICE void load(const u8* block, u32 part, Raw& raw) { raw = fetch<RAW>(block); }
 
-    DEVICE void unpack(const u8* block, int part, Unit& unit) { T::read(block, unit); }
-
-    DEVICE void read_row(const u8* row, int block, int part, Unit& unit) {
-        T::read(row + block * T::BYTES, unit);
+    DEVICE void load_activations(const Activations& a, u32 at, u32 part, Operand& to) {
+        to = fetch<float4>((const float*)a.x + at);
     }
 
-    DEVICE void read_activations(const Activations& a, int token, int block, int part, Operand& to) {
-        to.x = fetch<float4>((const float*)a.x + (u64)token * a.stride + 4 * block);
+    DEVICE float product(const Unit& unit, u32 part, const Operand& with) {
+        return unit.x * with.x + unit.y * with.y + unit.z * with.z + unit.w * with.w;
     }
 
-    DEVICE float product(const Unit& unit, const Operand& with) {
-        return unit.w[0] * with.x.x + unit.w[1] * with.x.y + unit.w[2] * with.x.z + unit.w[3] * with.x.w;
-    }
+    DEVICE void write_floats(const Unit& unit, u32 part, float* block) { *(float4*)block = unit; }
+};
 
-    DEVICE void write_floats(const Unit& unit, int part, float* block) {
-        *(float4*)block = make_float4(unit.w[0], unit.w[1], unit.w[2], unit.w[3]);
+struct f32 : Floats<f32, float4> {
+    DEVICE void unpack(const Raw& raw, u32 part, Unit& unit) { unit = raw; }
+};
+
+struct f16 : Floats<f16, uint2> {
+    DEVICE void unpack(const Raw& raw, u32 part, Unit& unit) {
+        unit = make_float4(half_to_float((u16)raw.x), half_to_float((u16)(raw.x >> 16)),
+                           half_to_float((u16)raw.y), half_to_float((u16)(raw.y >> 16)));
     }
 };
 
-struct f32 : Floats<f32> {
-    static const int BYTES = 16;
-    DEVICE void read(const u8* block, Unit& unit) {
-        float4 four = fetch<float4>(block);
-        unit.w[0] = four.x;
-        unit.w[1] = four.y;
-        unit.w[2] = four.z;
-        unit.w[3] = four.w;
-    }
-};
-
-struct f16 : Floats<f16> {
-    static const int BYTES = 8;
-    DEVICE void read(const u8* block, Unit& unit) {
-        uint2 two = fetch<uint2>(block);
-        unit.w[0] = half_to_float((u16)two.x);
-        unit.w[1] = half_to_float((u16)(two.x >> 16));
-        unit.w[2] = half_to_float((u16)two.y);
-        unit.w[3] = half_to_float((u16)(two.y >> 16));
-    }
-};
-
-struct bf16 : Floats<bf16> {
-    static const int BYTES = 8;
-    DEVICE void read(const u8* block, Unit& unit) {
-        uint2 two = fetch<uint2>(block);
-        unit.w[0] = __uint_as_float(two.x << 16);
-        unit.w[1] = __uint_as_float(two.x & 0xffff0000u);
-        unit.w[2] = __uint_as_float(two.y << 16);
-        unit.w[3] = __uint_as_float(two.y & 0xffff0000u);
+struct bf16 : Floats<bf16, uint2> {
+    DEVICE void unpack(const Raw& raw, u32 part, Unit& unit) {
+        unit = make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u),
+                           __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xffff0000u));
     }
 };

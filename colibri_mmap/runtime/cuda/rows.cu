@@ -1,10 +1,10 @@
 // Activations made ready for products, and the outputs of experts put together.
 #include "common.cuh"
 
-// x [count, width] -> q int8, d and s = d * sum(q) per 32 numbers: x is about d * q, d = max |x| / 127
+// x [count, width] -> q int8, and per 32 numbers d and d * sum(q): x is about d * q, d = max |x| / 127
 // over the 32, or with `shared` over all numbers of a block of threads, which then are in the row.
 // A warp per 32 numbers, grid.y over rows. What is not a number makes its d not a number.
-extern "C" __global__ void quantise_q8(const float* x, i8* q, float* d, float* s, int x_stride, int width,
+extern "C" __global__ void quantise_q8(const float* x, i8* q, float2* scales, int x_stride, int width,
                                        int shared) {
     __shared__ float of_warp[8];
     int block = blockIdx.x * blockDim.y + threadIdx.y, row = blockIdx.y;
@@ -21,10 +21,7 @@ extern "C" __global__ void quantise_q8(const float* x, i8* q, float* d, float* s
     u64 to = (u64)row * (width / WARP) + block;
     q[to * WARP + threadIdx.x] = (i8)rounded;
     float sum = sum_of_warp((float)rounded);  // integers: exact
-    if (threadIdx.x == 0) {
-        d[to] = scale;
-        s[to] = scale * sum;
-    }
+    if (threadIdx.x == 0) scales[to] = make_float2(scale, scale * sum);
 }
 
 // out[t, i] (+)= sum of weights[e] * y[row[e], i] over the entries e from off[t] to off[t + 1], in order.
