@@ -10,6 +10,7 @@ from shim import Shim
 from storeuse import Stores
 from toycache import PLAIN, Toy
 
+from colibri_mmap.runtime.device import DeviceBackend, probe
 from colibri_mmap.runtime.kv import LayerShape
 from colibri_mmap.runtime.pool import Launch, Pool, job
 from colibri_mmap.runtime.task import Task
@@ -35,6 +36,15 @@ def shim(pytestconfig: pytest.Config) -> Shim:
     cache = pytestconfig.cache
     assert cache is not None
     return Shim(cache.mkdir("shim"))
+
+
+@pytest.fixture(scope="session")
+def gpu() -> DeviceBackend:
+    """The GPU that is there."""
+    found = probe({"COLIBRI_DEVICE": "cuda"})
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
 
 
 @pytest.fixture

@@ -29,21 +29,12 @@ from shim import Shim
 
 from colibri_mmap.format.quants import GGMLType
 from colibri_mmap.runtime.cudasources import WEIGHT_TYPES, cuda_modules, module_of
-from colibri_mmap.runtime.device import DeviceBackend, probe
 from colibri_mmap.runtime.devicekernels import ExpertTables, supports
 from colibri_mmap.runtime.hostdevice import HostBackend
 from colibri_mmap.runtime.hostkernels import execute
 
 SCHEDULES = (0, 1, 12345)  # ascending, descending, shuffled
 QUANTISED = WEIGHT_TYPES[3:]
-
-
-@pytest.fixture(scope="session")
-def gpu() -> DeviceBackend:
-    found = probe({"COLIBRI_DEVICE": "cuda"})
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
 
 
 @pytest.fixture(params=["shim", "twins", pytest.param("gpu", marks=pytest.mark.gpu)])
