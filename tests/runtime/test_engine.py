@@ -249,6 +249,29 @@ def test_closing(dense: Path) -> None:
         engine.chat([USER])
 
 
+def test_closing_while_another_thread_generates(dense: Path) -> None:
+    """The step that is running ends first; at most one more token comes."""
+    for _ in range(5):
+        engine, failures = Engine.open(dense, threads=2), []
+        begun = threading.Event()
+
+        def generate(engine: Engine = engine, failures: list = failures, begun=begun) -> None:
+            try:
+                for _ in engine.generate(PROMPT, 100_000, GREEDY):
+                    begun.set()
+            except ArgumentError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        assert begun.wait(60)
+        engine.close()
+        thread.join(60)
+        assert "the engine is closed" in str(failures[0])
+        assert engine.stats.finish_reason == "cancelled"
+        assert engine.stats.bytes_read >= 0
+
+
 def test_logits_do_not_disturb_a_generation(engine: Engine) -> None:
     expected = ids_of(engine.generate(PROMPT, 8, GREEDY))
     tokens = engine.generate(PROMPT, 8, GREEDY)
