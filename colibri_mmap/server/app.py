@@ -17,10 +17,11 @@ from colibri_mmap import __version__
 from colibri_mmap.errors import ColibriError
 from colibri_mmap.runtime.sampling import Sampling
 
-from . import anthropic, chat, completions, info
+from . import anthropic, chat, completions, info, page
 from .gate import BodyLimit, Bookkeeping, KeyCheck
 from .hosting import Hosting, ModelSpec, Opener
 from .metrics import Metrics
+from .observatory import Observatory
 from .problems import ApiError, answer_error, answer_invalid
 from .service import Service
 from .streaming import Gone
@@ -45,7 +46,8 @@ def create_app(specs: Sequence[ModelSpec], opener: Opener, settings: Settings) -
     """The application that serves `specs`; the first is opened as soon as it starts."""
     hosting = Hosting(specs, opener, settings.most_loaded)
     metrics = Metrics(hosting.situation)
-    service = Service(hosting, metrics, settings.timeout, settings.sampling)
+    observatory = Observatory(hosting)
+    service = Service(hosting, metrics, observatory, settings.timeout, settings.sampling)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +77,7 @@ def create_app(specs: Sequence[ModelSpec], opener: Opener, settings: Settings) -
         },
     )
     app.state.service = service
-    for endpoints in (info, chat, completions, anthropic):
+    for endpoints in (info, chat, completions, anthropic, page):
         app.include_router(endpoints.router)
     return app
 

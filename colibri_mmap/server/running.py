@@ -74,6 +74,7 @@ class _Server(uvicorn.Server):
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.observatory.close()
         ending = asyncio.create_task(self._end_replies())
         await super().shutdown(sockets)
         ending.cancel()

@@ -11,14 +11,19 @@ from colibri_mmap.runtime.sampling import Sampling
 
 from .hosting import Hosting
 from .metrics import Metrics
+from .observatory import Observatory
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The models, the books, and what holds for all replies; `timeout` in seconds, None: none."""
+    """The models, the books, the view of the experts, and what holds for all replies.
+
+    `timeout` in seconds, None: none.
+    """
 
     hosting: Hosting
     metrics: Metrics
+    observatory: Observatory
     timeout: float | None = None
     sampling: Sampling = field(default_factory=Sampling)  # where a request does not say
 
