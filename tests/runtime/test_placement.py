@@ -12,7 +12,7 @@ from shim import Shim
 
 from colibri_mmap.errors import ResourceError
 from colibri_mmap.runtime import scheduler
-from colibri_mmap.runtime.device import OutOfDeviceMemory
+from colibri_mmap.runtime.device import DeviceBackend, OutOfDeviceMemory
 from colibri_mmap.runtime.hostdevice import HostBackend
 from colibri_mmap.runtime.hostkernels import execute
 from colibri_mmap.runtime.kv import Trace
@@ -41,26 +41,43 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max())
 
 
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> DeviceBackend:
+    """Host memory in a device's place, or a GPU."""
+    return request.getfixturevalue("gpu") if request.param == "gpu" else HostBackend(execute)
+
+
 # ------------------------------------------------------------------------------ logits
 @pytest.mark.parametrize("name", FLOAT_MODELS)
-def test_float_models_have_the_logits_of_the_cpu(mini: Path, name: str) -> None:
-    """Whole and in part, for a prompt and for steps of few tokens, cached as float32."""
+def test_float_models_have_the_logits_of_the_cpu(
+    mini: Path, device: DeviceBackend, name: str
+) -> None:
+    """Whole and in part, for a prompt and for steps of few tokens, cached as float32.
+
+    A GPU rounds the products of a prompt to TF32, which may turn a choice of experts.
+    """
     ids = some_ids()
     with Running(model_file(mini, name), "int8", "f32") as run:
         expected = run.in_chunks(ids, TOKENS)
         layers = run.supported_layers()
         assert layers.reason == ""
         for placed in (1, layers.layers):
-            trunk = run.place(HostBackend(execute), placed)
+            trunk = run.place(device, placed)
             for size in (TOKENS, 17, 6, 1):
-                assert difference(run.in_chunks(ids, size), expected) < 3e-5, (placed, size)
+                found = run.in_chunks(ids, size)
+                if device.kind == "cuda" and size > trunk.head_rows:
+                    assert np.median(np.abs(found - expected).max(axis=1)) < 5e-3
+                else:
+                    assert difference(found, expected) < 3e-5, (placed, size)
             trunk.close()
 
 
 @pytest.mark.parametrize(
     ("name", "kind"), [("mixtral", "Q4_0"), ("mixtral", "Q8_0"), ("gpt-oss", "MXFP4")]
 )
-def test_quantised_models_stray_less_than_by_rounding(mini: Path, name: str, kind: str) -> None:
+def test_quantised_models_stray_less_than_by_rounding(
+    mini: Path, device: DeviceBackend, name: str, kind: str
+) -> None:
     """Activations are rounded as on the CPU: last bits of a sum turn some of them the other way.
 
     That changes a token's logits, by a jump where it changes its experts; most stay.
@@ -70,7 +87,7 @@ def test_quantised_models_stray_less_than_by_rounding(mini: Path, name: str, kin
         exact = run.in_chunks(ids, TOKENS)
     with Running(path, "int8", "f32") as run:
         rounded = run.in_chunks(ids, TOKENS)
-        run.place(HostBackend(execute))
+        run.place(device)
         for size in (TOKENS, 16, 5, 1):
             strayed = np.abs(run.in_chunks(ids, size) - rounded)
             assert np.median(strayed.max(axis=1)) < 1e-4, size
@@ -113,12 +130,12 @@ def test_exact_mode_stays_on_the_cpu(mixtral: Path) -> None:
 
 # ------------------------------------------------------------------------------ sequences
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-def test_several_sequences_in_one_step(mini: Path, name: str) -> None:
+def test_several_sequences_in_one_step(mini: Path, device: DeviceBackend, name: str) -> None:
     """Tokens of some, a prompt of another: as each on its own."""
     path = model_file(mini, name, "*[146]")
-    prompts = [some_ids(seed, count) for seed, count in ((1, 9), (2, 21), (3, 4))]
+    prompts = [some_ids(seed, count) for seed, count in ((1, 5), (2, 8), (3, 4))]
     with Running(path, "int8", "f32") as run:
-        run.place(HostBackend(execute))
+        run.place(device)
         expected = [run.in_chunks(ids, len(ids)) for ids in prompts]
         sequences = [run.sequence() for _ in prompts]
         first = run.step(*[(s, p[:-2]) for s, p in zip(sequences, prompts, strict=True)])
@@ -133,12 +150,12 @@ def test_several_sequences_in_one_step(mini: Path, name: str) -> None:
             start += length
 
 
-def test_a_cut_sequence_goes_on(mini: Path) -> None:
+def test_a_cut_sequence_goes_on(mini: Path, device: DeviceBackend) -> None:
     ids, others = some_ids(), some_ids(5)
     with Running(model_file(mini, "gpt-oss", "MXFP4"), "int8", "f32") as run:
-        run.place(HostBackend(execute))
+        run.place(device)
         sequence = run.sequence()
-        run.in_chunks([*ids[:20], *others], 30, sequence)
+        run.in_chunks([*ids[:20], *others], 15, sequence)
         sequence.rewind(20)
         found = run.in_chunks(ids[20:], 1, sequence)
         assert difference(found, run.in_chunks(ids, 1)[20:]) < 1e-4
@@ -151,27 +168,29 @@ class _Interrupting(Trace):
         raise KeyboardInterrupt
 
 
-def test_a_step_that_was_given_up_changes_nothing(mini: Path) -> None:
+def test_a_step_that_was_given_up_changes_nothing(mini: Path, device: DeviceBackend) -> None:
     ids = some_ids()
     with Running(model_file(mini, "mixtral"), "int8", "f32") as run:
-        run.place(HostBackend(execute))
+        run.place(device)
         sequence = run.sequence()
         run.step((sequence, ids[:10]))
         with pytest.raises(KeyboardInterrupt):
             run.step((sequence, some_ids(7)), trace=_Interrupting())
         sequence.rewind(10)
-        found = run.step((sequence, ids[10:]))
-        assert difference(found, run.in_chunks(ids, TOKENS)[10:]) < 1e-4
+        found = run.in_chunks(ids[10:], 10, sequence)
+        assert difference(found, run.in_chunks(ids, 10)[10:]) < 1e-4
 
 
 # ------------------------------------------------------------------------------ caches
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_copied_cache_goes_on_as_the_first(mini: Path, name: str, layers: int) -> None:
+def test_a_copied_cache_goes_on_as_the_first(
+    mini: Path, device: DeviceBackend, name: str, layers: int
+) -> None:
     """Through the host's memory, which is what a snapshot is made of."""
     ids = some_ids()
     with Running(model_file(mini, name, "*[146]"), "int8") as run:
-        run.place(HostBackend(execute), layers)
+        run.place(device, layers)
         first, second = run.sequence(), run.sequence()
         run.step((first, ids[:30]))
         second.cache.copy(first.cache, 30)
@@ -195,18 +214,20 @@ def test_the_caches_of_device_and_cpu_hold_the_same(mini: Path) -> None:
             assert np.abs(expected.view(np.float32)).max() > 0.01
 
 
-def test_a_cache_grows_with_its_sequence(mini: Path) -> None:
+def test_a_cache_grows_with_its_sequence(mini: Path, device: DeviceBackend) -> None:
     ids = some_ids(count=1300)
-    with Running(model_file(mini, "mixtral"), "int8", "f32") as run:
-        expected = run.in_chunks(ids, 512, run.sequence(4096))
-        device = HostBackend(execute)
-        run.place(device)
-        sequence, before = run.sequence(4096), device.memory_info()[0]
-        start = run.in_chunks(ids[:1000], 500, sequence)
-        taken = before - device.memory_info()[0]
-        rest = run.in_chunks(ids[1000:], 300, sequence)
-        assert difference(np.concatenate([start, rest]), expected) < 2e-4
-        assert before - device.memory_info()[0] > taken
+    with Running(model_file(mini, "mixtral"), "int8") as run:
+        trunk = run.place(device)
+        large, growing = run.sequence(4096), run.sequence(4096)
+        trunk.attach(large.cache, 4096)
+        expected = run.in_chunks(ids, 512, large)
+        free = [device.memory_info()[0]]
+        found = []
+        for start in range(0, len(ids), 512):
+            found.append(run.step((growing, ids[start : start + 512])))
+            free.append(device.memory_info()[0])
+        assert np.array_equal(np.concatenate(found), expected)
+        assert free[0] > free[1] == free[2] > free[3]
 
 
 def test_memory_is_given_back_with_the_sequence_and_with_the_trunk(mini: Path) -> None:
