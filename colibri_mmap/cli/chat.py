@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,9 @@ from colibri_mmap.cli.templates import decoded, template_source
 from colibri_mmap.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from colibri_mmap.cli.conversation import Conversation
     from colibri_mmap.cli.reply import ReplySettings
+    from colibri_mmap.cli.session import Session
     from colibri_mmap.runtime.engine import Engine
 
 NO_MODEL = """\
@@ -43,6 +47,7 @@ def chat(
     no_learn: options.NoLearn = False,
     no_profile: options.NoProfile = False,
     trace: options.TraceFile = None,
+    session: options.SessionName = None,
     prompt: options.Prompt = None,
     file: options.PromptFile = None,
     system_prompt: options.SystemPrompt = None,
@@ -79,9 +84,11 @@ def chat(
         raise ArgumentError("--json prints a single reply: add -p, -f or text on standard input")
 
     from colibri_mmap import Sampling
+    from colibri_mmap.cli.conversation import Conversation
     from colibri_mmap.cli.memory import ram_settings, vram_settings
     from colibri_mmap.cli.opening import demo_model, open_engine
     from colibri_mmap.cli.reply import ReplySettings
+    from colibri_mmap.cli.session import Session
     from colibri_mmap.runtime.template import ChatTemplate
 
     sampling = Sampling(
@@ -98,6 +105,10 @@ def chat(
         logit_bias=dict(_bias(text) for text in logit_bias or ()),
         ignore_eos=ignore_eos,
     )
+    kept = Session(session) if session is not None else None
+    conversation = kept.conversation if kept is not None else Conversation()
+    if system_prompt is not None:
+        conversation = replace(conversation, system=system_prompt)
     source = template_source(chat_template, chat_template_file)
     memory = ram_settings(
         ram=ram,
@@ -111,27 +122,31 @@ def chat(
     if demo:
         model = demo_model()
     assert model is not None
-    with open_engine(
-        model,
-        mode=mode,
-        threads=count_or_none(threads),
-        ctx=ctx_size or None,
-        kv_type=kv_type,
-        memory=memory,
-        gpu=vram_settings(vram, gpu_layers),
-        profile=not no_profile,
-        trace_file=trace,
-    ) as engine:
+    with (
+        open_engine(
+            model,
+            mode=mode,
+            threads=count_or_none(threads),
+            ctx=ctx_size or None,
+            kv_type=kv_type,
+            memory=memory,
+            gpu=vram_settings(vram, gpu_layers),
+            profile=not no_profile,
+            trace_file=trace,
+        ) as engine,
+        kept.attached(engine) if kept is not None else nullcontext(),
+    ):
         template = None
         if source is not None:
             template = ChatTemplate.of(engine.tokenizer, source)
         settings = ReplySettings(sampling, count_or_none(n_predict), template)
         if message is not None:
-            _reply_once(engine, message, system_prompt, settings, as_json=as_json, verbose=verbose)
+            asked = conversation.asking(message)
+            _reply_once(engine, asked, kept, settings, as_json=as_json, verbose=verbose)
             return
         from colibri_mmap.cli.interactive import Interactive
 
-        Interactive(engine, settings, system_prompt).run()
+        Interactive(engine, settings, conversation, kept).run()
 
 
 def _one_shot_message(prompt: str | None, file: Path | None) -> str | None:
@@ -159,8 +174,8 @@ def _bias(text: str) -> tuple[int, float]:
 
 def _reply_once(
     engine: Engine,
-    message: str,
-    system_prompt: str | None,
+    conversation: Conversation,
+    session: Session | None,
     settings: ReplySettings,
     *,
     as_json: bool,
@@ -168,11 +183,8 @@ def _reply_once(
 ) -> None:
     """Print the reply to stdout and nothing else there; statistics go to stderr."""
     from colibri_mmap.cli.console import messages, printable
-    from colibri_mmap.cli.conversation import Conversation
     from colibri_mmap.cli.liveline import LiveLine
     from colibri_mmap.cli.reply import full_context_hint, progress_line, stream_reply, summary
-
-    conversation = Conversation(system_prompt).asking(message)
 
     with LiveLine(lambda: progress_line(engine)) as line:
 
@@ -186,6 +198,8 @@ def _reply_once(
     elif not reply.text.endswith("\n"):
         print(flush=True)
     console = messages()
+    if session is not None and reply.text:
+        session.keep(conversation.answered(reply.text))
     if reply.interrupted:
         raise KeyboardInterrupt
     if engine.stats.finish_reason == "context":

@@ -39,8 +39,11 @@ class Conversation:
         replied = self.turns and self.turns[-1]["role"] == "assistant"
         return Conversation(self.system, self.turns[:-1] if replied else self.turns)
 
-    def save(self, path: Path) -> None:
-        """Write the conversation to `path`, whole or not at all; only a saved one is replaced."""
+    def save(self, path: Path, **more: object) -> None:
+        """Write the conversation to `path`, whole or not at all; only a saved one is replaced.
+
+        `more` is kept in the file besides.
+        """
         if path.exists():
             try:
                 Conversation.load(path)
@@ -48,7 +51,7 @@ class Conversation:
                 raise ArgumentError(
                     f"{path}: exists and is not a saved conversation: choose another name"
                 ) from None
-        document = {"format": FORMAT, "messages": self.messages()}
+        document = {"format": FORMAT, "messages": self.messages(), **more}
         text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
         try:
             with tempfile.NamedTemporaryFile(

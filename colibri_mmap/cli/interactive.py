@@ -28,6 +28,7 @@ from colibri_mmap.cli.reply import (
 from colibri_mmap.errors import ArgumentError, ColibriError, ContextLengthError
 
 if TYPE_CHECKING:
+    from colibri_mmap.cli.session import Session
     from colibri_mmap.runtime.engine import Engine
 
 
@@ -42,10 +43,18 @@ class Command(NamedTuple):
 class Interactive:
     """One conversation of a person with a model, until /exit, Ctrl-D or Ctrl-C twice."""
 
-    def __init__(self, engine: Engine, settings: ReplySettings, system: str | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ReplySettings,
+        conversation: Conversation,
+        session: Session | None = None,
+    ) -> None:
+        """Go on with a conversation, and keep it in the session."""
         self._engine = engine
         self._settings = settings
-        self._conversation = Conversation(system)
+        self._conversation = conversation
+        self._session = session
         self._repeats = 0  # replies to the last message that /regen has replaced
         self._console = messages()
         self._replied = False
@@ -54,6 +63,7 @@ class Interactive:
     def run(self) -> None:
         """Read messages and commands, and answer them."""
         self._say(f"{_title(self._engine)}\n/help lists the commands, Ctrl-D leaves\n")
+        self._show_history()
         prompt: PromptSession[str] = PromptSession(
             history=_history(),
             multiline=True,
@@ -126,7 +136,25 @@ class Interactive:
         self._say(summary(self._engine) + (" · stopped" if reply.interrupted else ""))
         if self._engine.stats.finish_reason == "context":
             self._say(f"{full_context_hint(self._engine)}; /clear begins a new conversation")
+        self._keep()
         self._say("")
+
+    def _keep(self) -> None:
+        """Write the conversation as it is now, if it has a session."""
+        if self._session is not None:
+            self._session.keep(self._conversation)
+            for notice in self._session.take_notices():
+                self._say(f"note: {notice}")
+
+    def _show_history(self) -> None:
+        """What was said in earlier runs."""
+        for turn in self._conversation.turns:
+            mark = "> " if turn["role"] == "user" else ""
+            self._console.print(
+                printable(f"{mark}{turn['content']}"), markup=False, highlight=False
+            )
+            if not mark:
+                self._say("")
 
     def _help(self, _: str) -> None:
         table = Table.grid(padding=(0, 3))
@@ -138,6 +166,7 @@ class Interactive:
 
     def _clear(self, _: str) -> None:
         self._conversation = Conversation(self._conversation.system)
+        self._keep()
         self._say("a new conversation")
 
     def _regenerate(self, _: str) -> None:
@@ -151,6 +180,7 @@ class Interactive:
         if text:
             system = None if text == "none" else text
             self._conversation = replace(self._conversation, system=system)
+            self._keep()
         self._say(f"system prompt: {self._conversation.system or 'none'}")
 
     def _stats(self, _: str) -> None:
@@ -170,6 +200,7 @@ class Interactive:
     def _load(self, name: str) -> None:
         path = Path(name).expanduser()
         self._conversation = Conversation.load(path)
+        self._keep()
         self._say(f"loaded {len(self._conversation.turns)} messages from {path}")
 
     def _exit(self, _: str) -> None:

@@ -151,6 +151,12 @@ Prompt = Annotated[
     str | None,
     _prompt("-p", "--prompt", metavar="TEXT", help="Reply to this once, and exit."),
 ]
+SessionName = Annotated[
+    str | None,
+    _prompt(
+        "--session", metavar="NAME", help="Go on with the conversation of this name, and keep it."
+    ),
+]
 PromptFile = Annotated[
     Path | None,
     _prompt("-f", "--file", metavar="PATH", help="Reply to the text of this file, and exit."),

@@ -318,6 +318,7 @@ class Engine:
         ram_bytes: int,
         directory: Path | None = None,
         disk_bytes: int = 0,
+        keep_latest: bool = False,
         notify: Callable[[str], None] = lambda notice: None,
     ) -> PrefixStore:
         """A store for this engine's sequences, in memory and in a directory; see PrefixStore."""
@@ -328,6 +329,7 @@ class Engine:
             directory=directory,
             disk_bytes=disk_bytes,
             length_limit=self._model.length_limit,
+            keep_latest=keep_latest,
             notify=notify,
         )
 

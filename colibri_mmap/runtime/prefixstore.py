@@ -71,17 +71,19 @@ class PrefixStore:
         directory: Path | None = None,
         disk_bytes: int = 0,
         length_limit: int = 0,
+        keep_latest: bool = False,
         notify: Callable[[str], None] = lambda notice: None,
     ) -> None:
         """`model` names the file and all that decides about the content of a cache.
 
         In `directory` up to `disk_bytes` are kept. `length_limit` is the model's (scheduler.py).
-        `notify` gets one line when files cannot be used or written, from any thread.
+        With `keep_latest` the sequence used last stays in memory, however large it is. `notify`
+        gets one line when files cannot be used or written, from any thread.
         """
         self.model = model
         self._new_sequence, self.ram_bytes = new_sequence, ram_bytes
         self._cuttable = new_sequence().cache.cuttable
-        self._length_limit = length_limit
+        self._length_limit, self._keep_latest = length_limit, keep_latest
         self._roots = [chained(f"{model} {kind}".encode(), _tokens(())) for kind in range(2)]
         self._idle: list[_Idle] = []  # the least recently used first
         self._from_ram = self._from_disk = 0
@@ -139,7 +141,7 @@ class PrefixStore:
             return
         cache.checkpoint(len(sequence.ids))
         kept = cache.checkpoints
-        while len(kept) > 1 and (
+        while len(kept) > _NEWEST and (
             len(kept) > _MOST_CHECKPOINTS or 2 * _checkpoint_bytes(kept) > self.ram_bytes
         ):
             kept = without_the_closest(kept, _NEWEST)
@@ -196,12 +198,16 @@ class PrefixStore:
         return same_kind and common_prefix(short.tokens, whole.tokens) == count
 
     def _make_room(self) -> None:
-        """Forget the least recently used; the newest one waits for being written."""
-        while self._idle and self._held() > self.ram_bytes:
-            candidates = [idle for idle in self._idle if idle.written] or self._idle
-            if candidates is self._idle and len(self._idle) == 1:
+        """Forget what was used least recently, but nothing that waits for being written alone."""
+        while self._held() > self.ram_bytes:
+            latest = self._idle[-1]
+            others = sorted(self._idle[:-1], key=lambda idle: not idle.written)
+            if others:
+                self._idle.remove(others[0])
+            elif latest.written and not self._keep_latest:
+                self._idle.clear()
+            else:
                 return
-            self._idle.remove(candidates[0])
 
     def _held(self) -> int:
         """The memory of idle sequences in bytes; a checkpoint that several have counts once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,3 +195,34 @@ def test_a_full_context_says_what_to_do(chat: Callable[..., Terminal]) -> None:
     assert terminal.saved()[0]["content"] == "Hello"
     terminal.enters("/exit")
     terminal.leaves()
+
+
+def test_a_session_goes_on(chat: Callable[..., Terminal]) -> None:
+    arguments = ("--session", "trip", "-n", "8", "-sys", "Be brief", "--temp", "0")
+    terminal = chat(*arguments)
+    terminal.enters("Where to?")
+    terminal.gets_reply()
+    terminal.enters("And then?")
+    terminal.gets_reply()
+    before = terminal.saved()
+    terminal.types(CTRL_D)
+    terminal.leaves()
+
+    terminal = chat(*arguments)
+    terminal.shows("> Where to?")
+    terminal.shows("> And then?")
+    assert terminal.saved() == before
+    terminal.enters("What else?")
+    terminal.gets_reply()
+    assert terminal.saved()[:-2] == before
+    terminal.enters("/stats")
+    terminal.process.expect(r"cached tokens +(\d+)")
+    assert int(terminal.process.match[1]) > 20
+    terminal.enters("/clear")
+    terminal.shows("a new conversation")
+    terminal.process.kill(signal.SIGKILL)
+    terminal.process.expect(pexpect.EOF)
+
+    terminal = chat("--session", "trip", "-n", "8")
+    assert terminal.saved() == [{"role": "system", "content": "Be brief"}]
+    assert "Where to?" not in terminal.process.before

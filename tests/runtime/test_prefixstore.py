@@ -107,6 +107,8 @@ def test_checkpoints_are_bounded(stores: Callable[..., Stores]) -> None:
     store = some.open(ram_bytes=10 * edge)
     store.checkpoint(sequence)
     assert len(sequence.cache.checkpoints) == 5
+    some.open(ram_bytes=0).checkpoint(sequence)
+    assert len(sequence.cache.checkpoints) == 4
 
 
 def test_short_and_long_sequences_do_not_mix(stores: Callable[..., Stores]) -> None:
