@@ -53,6 +53,7 @@ def _template_messages(
     for block in blocks:
         if block.type == "tool_result":
             answer = _text(block.content, f"{field}.content")
+            answer = f"Error: {answer}" if block.is_error else answer
             name = names.get(block.tool_use_id, "")
             named = {"name": name} if name else {}
             yield {"role": "tool", "content": answer, "tool_call_id": block.tool_use_id, **named}

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from .schemas import MOST_STOPS, Body, unsupported, wrong
+from .schemas import MOST_STOPS, Body, Temperature, unsupported, wrong
 
 
 class CacheControl(Body):
@@ -145,8 +145,9 @@ class MessagesBody(Prompting):
     stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[], max_length=MOST_STOPS
     )
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     metadata: dict[str, Any] = Field(default={})  # whom a reply is for is of no interest here
+    context_management: dict[str, Any] = Field(default={})  # what may be dropped: nothing is
     service_tier: str = ""

@@ -96,10 +96,10 @@ class Hosting:
     async def use(self, name: str) -> AbstractContextManager[LoadedModel]:
         """The model for one request, opened if it is not; it stays until the context is left."""
         place = self.place(name)
-        if self._closing:
-            raise ApiError(503, "the server is ending", code="server_ending")
         while not place.settled.is_set():
             await place.settled.wait()
+        if self._closing:
+            raise ApiError(503, "the server is ending", code="server_ending")
         place.enter()
         try:
             if place.model is None:
@@ -129,21 +129,31 @@ class Hosting:
                 totals.add(status, place.model.engine.counters())
         return Situation(tuple(loads), totals)
 
-    async def close(self) -> None:
-        """Close all models; requests still running end as cancelled."""
+    def refuse(self) -> None:
+        """No more models are opened and no more requests accepted from now on."""
         self._closing = True
-        openings = [place.opening for place in self.places if place.opening is not None]
-        await asyncio.gather(*openings, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Close all models; requests still running end as cancelled. May be repeated."""
+        self.refuse()
         for place in self.places:
             if place.model is not None:
-                await asyncio.to_thread(place.model.close)
-                place.model, place.state = None, "unloaded"
+                await asyncio.to_thread(place.model.batcher.close)
+        openings = [place.opening for place in self.places if place.opening is not None]
+        await asyncio.gather(*openings, return_exceptions=True)
+        async with self._changing:
+            for place in self.places:
+                if place.model is not None:
+                    await asyncio.to_thread(place.model.close)
+                    place.model, place.state = None, "unloaded"
 
     # -------------------------------------------------------------------------- changes
     async def _open(self, place: Place) -> None:
         try:
             async with self._changing:
                 await self._make_room()
+                if self._closing:
+                    raise _Closing("the server is ending")
                 place.state, place.error = "loading", ""
                 place.model = await asyncio.to_thread(self._opener, place.spec, self._report(place))
                 place.state = "loaded"

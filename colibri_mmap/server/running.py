@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import uvicorn
@@ -32,38 +33,41 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(app: FastAPI, listening: socket.socket, *, access_log: bool = False) -> None:
-    """Serve until SIGINT or SIGTERM, or until the application asks for an end.
+    """Serve until SIGINT or SIGTERM.
 
     Replies that are being made get some seconds; a second signal ends them at once. If there is
     one model and it cannot be opened, that error is raised.
     """
-    service: Service = app.state.service
-    config = uvicorn.Config(
-        app,
-        loop="asyncio",
-        ws="none",
-        log_level="info" if access_log else "warning",
-        access_log=access_log,
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS + 2,
-    )
-    server = _Server(config, service)
+    server = Server(app, access_log=access_log)
     asyncio.run(server.serve([listening]))
     if server.failure is not None:
         raise server.failure
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server; replies end with an error that says why, and signals with status 0."""
+class Server(uvicorn.Server):
+    """uvicorn's server; replies that are cut end with an error, and signals with status 0.
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    `failure`: why the only model could not be opened.
+    """
+
+    def __init__(self, app: FastAPI, *, access_log: bool = False) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            ws="none",
+            log_level="info" if access_log else "warning",
+            access_log=access_log,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_SECONDS + 2,
+        )
         super().__init__(config)
-        self._service = service
-        self.failure: BaseException | None = None  # why the only model could not be opened
+        service: Service = app.state.service
+        self._hosting = service.hosting
+        self.failure: BaseException | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        first, *others = self._service.hosting.places
+        first, *others = self._hosting.places
         if first.opening is not None and not others:
             first.opening.add_done_callback(self._look_at_opening)
 
@@ -74,17 +78,20 @@ class _Server(uvicorn.Server):
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.observatory.close()
+        self._hosting.refuse()
         ending = asyncio.create_task(self._end_replies())
         await super().shutdown(sockets)
         ending.cancel()
 
     async def _end_replies(self) -> None:
         await asyncio.sleep(GRACE_SECONDS)
-        await self._service.hosting.close()
+        await self._hosting.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM)
         for number in numbers:

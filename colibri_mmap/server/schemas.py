@@ -93,6 +93,11 @@ Stops = Annotated[
 
 
 # ------------------------------------------------------------------------------ what all share
+# Bounds far beyond what is of use: logits must stay numbers.
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Penalty = Annotated[float, Field(ge=-100, le=100)]
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False  # padding against eavesdroppers: there is none
@@ -109,14 +114,16 @@ class Generating(Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Stops = []
     seed: Annotated[int, Field(ge=-1, lt=2**63)] = -1  # -1: a new one
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0, -1: all tokens
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float] = {}
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[
+        Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-1000, le=1000)]
+    ] = {}
     user: str = ""  # whom a reply is for is of no interest here
 
     def sampling(self, defaults: Sampling, choice: int = 0) -> Sampling:

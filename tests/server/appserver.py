@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import uvicorn
-
 from colibri_mmap import Engine
 from colibri_mmap.server.app import Settings, create_app
 from colibri_mmap.server.hosting import ModelSpec, Opener, Progress
 from colibri_mmap.server.loaded import LoadedModel, Serving
-from colibri_mmap.server.running import listen
+from colibri_mmap.server.running import Server, listen
 
 
 def opener(
@@ -40,16 +38,18 @@ class AppServer(AbstractContextManager["AppServer"]):
         self.app = create_app(specs, opener, settings or Settings())
         self._socket = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(
-            uvicorn.Config(self.app, log_level="warning", ws="none", timeout_graceful_shutdown=5)
-        )
+        self._server = Server(self.app)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.run(self._server.serve([self._socket]))
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Tell it to end, as a signal does."""
         self._server.should_exit = True
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
         self._thread.join(60)
         assert not self._thread.is_alive()

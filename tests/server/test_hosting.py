@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import pytest
 from appserver import AppServer, opener
 
 from colibri_mmap.errors import FormatError
 from colibri_mmap.server.app import Settings
+from colibri_mmap.server.loaded import Serving
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
 
@@ -122,9 +122,33 @@ def test_health_says_why_there_is_no_model(qwen: Path) -> None:
         assert "is damaged" in health.json()["message"]
 
 
-@pytest.mark.parametrize("most_loaded", [1, 2])
-def test_the_end_comes_while_a_model_is_loading(qwen: Path, most_loaded: int) -> None:
+def test_the_end_comes_while_a_model_is_loading(qwen: Path) -> None:
     gate = Gate()
-    with AppServer({"a": qwen}, opener(gate), Settings(most_loaded=most_loaded)):
+    with AppServer({"a": qwen}, opener(gate)) as server, ThreadPoolExecutor() as pool:
         assert gate.waiting.acquire(timeout=60)
+        asked = pool.submit(ask, server.url, "a")
+        server.end()
         gate.passes.release()
+        assert asked.exception() or asked.result().status_code in (200, 503)
+
+
+def test_the_end_comes_while_a_model_waits_for_another(qwen: Path, mixtral: Path) -> None:
+    """Replies that take longer than the server waits end with an error."""
+    endless = {**BODY, "model": "a", "max_tokens": 4000, "stream": True, "n": 4}
+    serving = Serving(parallel=1)
+    with (
+        AppServer({"a": qwen, "b": mixtral}, opener(serving=serving)) as server,
+        ThreadPoolExecutor() as pool,
+        httpx.stream(
+            "POST", f"{server.url}/v1/chat/completions", json=endless, timeout=60
+        ) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        other = pool.submit(ask, server.url, "b")
+        while states(server.url)["a"] != "unloading":
+            assert not other.done()
+        server.end()
+        rest = [line for line in lines if line]
+        assert "server_ending" in rest[-1] or rest[-1] == "data: [DONE]"
+        assert other.result().status_code in (200, 503)
