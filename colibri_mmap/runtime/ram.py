@@ -114,7 +114,7 @@ class RamTier:
             self.pager.audit()
         if self.plan.evict and self.pager is not None and not self.pager.source.is_buffer:
             self.pager.policy.budget = max(
-                self.plan.least_expert_bytes, self.shared_bytes - _anonymous_now()
+                self.plan.least_expert_bytes, self.shared_bytes - anonymous_bytes()
             )
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ def plan_ram(
     """What of a model lives where, for `kv_bytes` of context, within `limits` and `ram`."""
     sizes = [layer.expert_bytes for layer in layers.values()]
     total = sum(layer.expert_bytes * layer.n_experts for layer in layers.values())
-    held = _anonymous_now()
+    held = anonymous_bytes()
     reserve = min(max(_SMALL_RESERVE, limits.total * 3 // 100), _LARGE_RESERVE)
     return plan_memory(
         available_bytes=limits.available + held,  # what is held now is part of the plan
@@ -242,7 +242,7 @@ def _pinned(gguf: GGUF, numbers: ExpertNumbers, key: Key) -> Key:
     return numbers.layers.index(layer), expert
 
 
-def _anonymous_now() -> int:
+def anonymous_bytes() -> int:
     """Anonymous memory of this process so far, in bytes; 0 where the system does not tell."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
