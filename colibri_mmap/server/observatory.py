@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mmap.runtime.expertview import ExpertLook, ExpertView
+from colibri_mmap.runtime.ram import anonymous_bytes
 
 from .hosting import Hosting, Place
 from .loaded import LoadedModel
@@ -104,6 +105,7 @@ class _Maker:
             "vram_share": in_vram / asked if asked else None,
             "read": (now.bytes_read - before.bytes_read) / seconds if seconds else 0.0,
             "read_per_token": (now.bytes_read - before.bytes_read) / tokens if tokens else None,
+            "anonymous": anonymous_bytes(),
             "waiting": (now.wait_seconds - before.wait_seconds) / seconds if seconds else 0.0,
         }
 
@@ -217,8 +219,6 @@ def described(place: Place) -> dict[str, Any]:
         "memory": {
             "limit": plan.limit,
             "trunk": plan.trunk_bytes,
-            "context": plan.kv_bytes,
-            "program": plan.anonymous_bytes,
             "experts": plan.expert_budget,
         },
         "gpu": gpu and {"name": gpu.name, "bytes": gpu.total_bytes, "layers": gpu.layers},
