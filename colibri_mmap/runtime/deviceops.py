@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -31,6 +32,7 @@ from .devicearena import (
 from .devicekernels import DeviceKernels, Packed
 from .devicekv import DeviceCache
 from .kv import Batch, KVCache
+from .operations import T
 from .ops import Ops
 from .rope import Rope, RopeFrequencies
 from .trunkkernels import AttentionGrid, KernelLaunch, Slices
@@ -41,6 +43,15 @@ _FORMS = (1, 32, 256)  # of activations, by the weights in a block
 PANEL_BYTES = 64 << 20  # float32 weights that many tokens are multiplied with at a time
 
 Launches = Sequence[KernelLaunch]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Launches of some operations, the arena's top after them, and their result."""
+
+    launches: Launches
+    mark: tuple[int, int]
+    result: object
 
 
 class Recorder:
@@ -85,8 +96,12 @@ class DeviceOps:
         self._recorded = DeviceKernels(cast(DeviceBackend, self._recorder))  # it only launches
         self._products = DeviceKernels(backend)
         self._launches: dict[object, Launches] = {}
+        self._kept: dict[object, _Kept] = {}
+        self._tape: list[KernelLaunch] | None = None  # of what is being kept
+        self._uploaded = False  # since the tape began
         self._caches: WeakSet[DeviceCache] = WeakSet()
         self._slices, self._places = Slices(0, 0, 0, 0), 0
+        self._shape: tuple[int, ...] = ()  # of the batch, as far as launches depend on it
 
     def close(self) -> None:
         """Give the memory back, that of caches too; nothing may be computed any more."""
@@ -107,14 +122,42 @@ class DeviceOps:
             found = launches()
             if key is not None:
                 self._launches[key] = found
+        if self._tape is not None:
+            self._tape += found
+        self._launch(found)
+
+    def _launch(self, launches: Launches) -> None:
         backend = self.backend
-        for kernel, grid, block, arguments in found:
+        for kernel, grid, block, arguments in launches:
             backend.launch(kernel, grid, block, arguments, backend.compute)
+
+    def kept(self, what: object, x: Rows, work: Callable[[], T]) -> T:
+        """As Ops.kept: launches of few rows are made anew only for other rows or another batch.
+
+        Not if something was uploaded meanwhile, which differs from step to step.
+        """
+        if x.count > FEW or self._tape is not None:
+            return work()
+        key = (what, x, self._slices.table, *self._shape, self.arena.mark())
+        known = self._kept.get(key)
+        if known is not None:
+            self._launch(known.launches)
+            self.arena.release(known.mark)
+            return cast(T, known.result)
+        self._tape, self._uploaded = [], False
+        try:
+            result = work()
+            if not self._uploaded:
+                self._kept[key] = _Kept(self._tape, self.arena.mark(), result)
+        finally:
+            self._tape = None
+        return result
 
     def upload(self, values: NDArray[Any]) -> Address:
         """The address of a copy of an array, in the arena."""
         address = self.arena.take(values.nbytes)
         self._uploads.upload(address, values)
+        self._uploaded = True
         return address
 
     def read(self, *rows: Rows) -> DeviceReading:
@@ -165,6 +208,8 @@ class DeviceOps:
             table, len(slices), max(tokens for _, tokens, _, _ in slices), max(ends)
         )
         self._places = self.upload(np.stack([cache.places for cache in caches], axis=1))
+        size = AttentionGrid.size_class(self._slices)
+        self._shape = (self._slices.number, self._slices.tokens, size, self._places)
 
     def attach(self, cache: KVCache, length: int) -> None:
         """Take device memory for the first `length` tokens of a sequence; ResourceError."""

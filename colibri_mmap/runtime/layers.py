@@ -68,7 +68,7 @@ class GatedFeedForward:
         return ops.linear(ops.silu_mul(gate, up), self.down)
 
     def add_to(self, x: Rows, h: Rows, ops: Operations, batch: Batch) -> None:
-        ops.add(x, self.output(h, ops))
+        ops.kept((self, h), x, lambda: ops.add(x, self.output(h, ops)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +152,13 @@ class MixtureOfExperts:
 
     def ask(self, h: Rows, ops: Operations) -> Reading:
         """The router's logits, and h, on their way to the CPU, which chooses."""
+        return ops.read(ops.kept(self, h, lambda: self._logits(h, ops)), h)
+
+    def _logits(self, h: Rows, ops: Operations) -> Rows:
         logits = ops.linear(h, self.ffn_gate_inp)
         if self.ffn_gate_inp_bias is not None:
             ops.add_bias(logits, self.ffn_gate_inp_bias)
-        return ops.read(logits, h)
+        return logits
 
     def add_chosen(self, x: Rows, h: Rows, asked: Reading, ops: Operations, batch: Batch) -> None:
         """The second half of `add_to`."""
@@ -191,6 +194,9 @@ class GatedSharedExpert:
         self.expert = GatedFeedForward.shared(weights, layer, width, hidden)
 
     def add_to(self, x: Rows, h: Rows, ops: Operations, batch: Batch) -> None:
+        ops.kept((self, h), x, lambda: self._add(x, h, ops))
+
+    def _add(self, x: Rows, h: Rows, ops: Operations) -> None:
         gate = ops.linear(h, self.ffn_gate_inp_shexp)
         ops.add_gated(x, self.expert.output(h, ops), gate)
 
@@ -249,8 +255,13 @@ class Block:
         self.mixer, self.ffn_norm, self.ffn = mixer, ffn_norm, ffn
 
     def add_to(self, x: Rows, ops: Ops, batch: Batch, rope: Rope | None) -> None:
+        h = ops.kept(self, x, lambda: self._mixed(x, ops, batch, rope))
+        self.ffn.add_to(x, h, ops, batch)
+
+    def _mixed(self, x: Rows, ops: Ops, batch: Batch, rope: Rope | None) -> Rows:
+        """What the feed-forward network takes, after the mixer has added to x."""
         self.mixer.add_to(x, ops, batch, rope)
-        self.ffn.add_to(x, self.ffn_norm(x, ops), ops, batch)
+        return self.ffn_norm(x, ops)
 
 
 class Decoder:

@@ -6,8 +6,9 @@ that made them: only `read`, `to_host` and `from_host` bring values from one to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from .weights import Matrix, Vector
 
 if TYPE_CHECKING:
     from .ops import Ops
+
+T = TypeVar("T")
 
 
 class Reading(Protocol):
@@ -39,6 +42,7 @@ class Operations(Protocol):
         ...
 
     def temporaries(self) -> AbstractContextManager[None]: ...
+    def kept(self, what: object, x: Rows, work: Callable[[], T]) -> T: ...
     def read(self, *rows: Rows) -> Reading: ...
     def to_host(self, rows: Rows) -> Rows: ...
     def from_host(self, rows: Rows) -> Rows: ...

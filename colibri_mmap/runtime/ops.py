@@ -18,6 +18,7 @@ from .attend import ALL_KEYS, Sight, attend
 from .kernels import elementwise
 from .kernels.registry import ACTIVATIONS, WeightKernels, dequantise_task, weight_kernels
 from .kv import Batch
+from .operations import T
 from .pool import Job, Launch, Pool, job
 from .rope import Rope, RopeFrequencies
 from .task import Task
@@ -95,6 +96,13 @@ class Ops:
     def cpu(self) -> Ops:
         """The CPU's operations, for what is computed there wherever the rows are."""
         return self
+
+    def kept(self, what: object, x: Rows, work: Callable[[], T]) -> T:
+        """The result of `work`: operations on x, always the same ones for `what`.
+
+        A device launches again what it did for the same rows and batch, without asking `work`.
+        """
+        return work()
 
     def read(self, *rows: Rows) -> _Present:
         """Start to bring rows to the host; work goes on until `wait` asks for them."""

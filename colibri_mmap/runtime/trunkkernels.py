@@ -141,8 +141,12 @@ class AttentionGrid(NamedTuple):
         row_blocks = -(-slices.tokens * group // rows)
         most = max(1, min(_ENOUGH_BLOCKS // (shape.heads * row_blocks), _MOST_SHARES))
         keys = min(slices.length, shape.window + slices.tokens) if shape.window else slices.length
-        tiles = -(-(keys + 16) // TILE)  # the first key is a multiple of 16
-        return cls(rows, row_blocks, most, min(most, 1 << (tiles - 1).bit_length()))
+        return cls(rows, row_blocks, most, min(most, _power_of_two(_tiles(keys))))
+
+    @staticmethod
+    def size_class(slices: Slices) -> int:
+        """What the grids of all layers depend on, of the length of sequences."""
+        return _power_of_two(_tiles(slices.length))
 
     def partial_bytes(self, tokens: int, heads: int, value_size: int) -> int:
         """What the shares of `tokens` rows take until they are joined."""
@@ -179,6 +183,16 @@ def attention(
     block = (-(-min(shape.value_size, TILE) // 32) * 32, 1, 1)
     reduce = KernelLaunch("attention_reduce", (shape.heads * group, q.count, 1), block, joined)
     return [launch, reduce]
+
+
+def _tiles(keys: int) -> int:
+    """Tiles that the keys of a token are in, whose first one begins at a multiple of 16."""
+    return -(-(keys + 16) // TILE)
+
+
+def _power_of_two(n: int) -> int:
+    """The next one from n on."""
+    return 1 << (n - 1).bit_length()
 
 
 def _by_row(kernel: str, x: Rows, arguments: tuple[int | float, ...]) -> KernelLaunch:
