@@ -98,6 +98,11 @@ def resolve_model(text: str, cache: Path | None = None) -> Path:
     path = Path(text)
     if path.exists() or not could_be_name(text):
         return path
+    if "/" not in text:
+        raise ArgumentError(
+            f"{text}: no such file, and the names of models are owner/name:QUANT; "
+            "`colibri-mmap list` shows what is here"
+        )
     model = find_model(text, cache or hub_cache())
     if model is None:
         if text.endswith(".gguf") and not is_address(text):

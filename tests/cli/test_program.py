@@ -12,8 +12,14 @@ from program import ROOT, Colibri
 
 from colibri_mmap import __version__
 
-HEAVY = ("numpy", "numba", "torch", "cupy", "tokenizers", "jinja2", "prompt_toolkit", "gguf")
-NAMES = ("chat", "pack", "verify", "inspect", "plan", "doctor", "tune", "bench", "warmup", "cache")
+HEAVY = (
+    *("numpy", "numba", "torch", "cupy", "tokenizers", "jinja2", "prompt_toolkit", "gguf"),
+    *("huggingface_hub", "httpx2"),
+)
+NAMES = (
+    *("chat", "pull", "list", "rm", "pack", "verify"),
+    *("inspect", "plan", "doctor", "tune", "bench", "warmup", "cache"),
+)
 COMMANDS = ([], *([name] for name in NAMES))
 
 

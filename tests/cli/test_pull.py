@@ -235,7 +235,6 @@ def test_every_command_takes_names(variables: dict[str, str]) -> None:
     )
     lines = done.stdout.splitlines()
     assert len(lines) == len(commands)
-    assert {line for line in lines if f"`colibri-mmap pull {name}` fetches it" in line} == {
-        lines[0]
-    }
+    advice = f"`colibri-mmap pull {name}` fetches it"
+    assert [line for line in lines if advice not in line] == []
     assert done.stderr == ""

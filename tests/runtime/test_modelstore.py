@@ -123,7 +123,7 @@ def test_unknown_names(cache: Cache) -> None:
     for name in ("a/one:Q8_0", "a/two"):
         with pytest.raises(ArgumentError, match=f"{name}: .*colibri-mmap pull {name}"):
             cache.resolve(name)
-    with pytest.raises(ArgumentError, match="llama3:8b: a model is named owner/name"):
+    with pytest.raises(ArgumentError, match=r"llama3:8b: no such file, .*owner/name:QUANT"):
         cache.resolve("llama3:8b")
     for path in ("absent.gguf", "a/absent.gguf", "a/one/absent.gguf", "../x/y", "/a/b"):
         assert cache.resolve(path) == Path(path)
