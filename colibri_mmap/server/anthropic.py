@@ -24,10 +24,10 @@ from colibri_mmap.runtime.replies.pieces import (
 from .anthropic_messages import conversation
 from .anthropic_schemas import CountBody, MessagesBody, Prompting
 from .delivery import Call, Delivery, Ended, Reply, Said, Started, Waiting, collected
+from .fields import sampling_of
 from .loaded import LoadedModel
 from .problems import ApiError, encode_json, json_response
 from .prompts import ChatPrompt, chat_prompt
-from .schemas import sampling_of
 from .service import Service, service_of
 from .streaming import EventStream, answer
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from .schemas import MOST_STOPS, Body, Temperature, unsupported, wrong
+from .fields import MOST_STOPS, Body, Temperature, unsupported, wrong
 
 
 class CacheControl(Body):

@@ -1,101 +1,27 @@
-"""The bodies of OpenAI's API; a field that is not listed here is refused by name.
-
-A field that is null counts as not given. Fields that change nothing here are accepted, each with
-its reason.
-"""
+"""The bodies of OpenAI's API, and of the endpoints for tokens."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from colibri_mmap.runtime.sampling import Sampling
 
+from .fields import (
+    Body,
+    Penalty,
+    Stops,
+    Temperature,
+    Text,
+    sampling_of,
+    unsupported,
+    wrong,
+)
+
 MOST_CHOICES = 8  # replies that one request may ask for
-MOST_STOPS = 16
 MOST_ALTERNATIVES = 20
-
-
-def unsupported(message: str, field: str = "") -> PydanticCustomError:
-    """A value of `field`, or of the one being validated, that this server cannot serve."""
-    return PydanticCustomError("unsupported_value", "{said}", {"said": message, "field": field})
-
-
-def wrong(message: str, field: str) -> PydanticCustomError:
-    """A value of `field` that does not go with another one."""
-    return PydanticCustomError("invalid_value", "{said}", {"said": message, "field": field})
-
-
-class Body(BaseModel):
-    """A JSON object of known fields and strict types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: field for name, field in value.items() if field is not None}
-        return value
-
-
-# ------------------------------------------------------------------------------ text and strings
-def join_parts(value: Any) -> Any:
-    """The text of a message that is written as a list of parts."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise unsupported(f"part {number} is of type {kind!r}; this server reads text only")
-        if not isinstance(part.get("text"), str):
-            raise unsupported(f"part {number} has no text")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-Text = Annotated[
-    str,
-    BeforeValidator(join_parts),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}),
-]
-Stops = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    BeforeValidator(_listed),
-    Field(max_length=MOST_STOPS),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {
-                    "type": "array",
-                    "items": {"type": "string", "minLength": 1},
-                    "maxItems": MOST_STOPS,
-                },
-            ]
-        }
-    ),
-]
-
-
-# ------------------------------------------------------------------------------ what all share
-# Bounds far beyond what is of use: logits must stay numbers.
-Temperature = Annotated[float, Field(ge=0, le=100)]
-Penalty = Annotated[float, Field(ge=-100, le=100)]
 
 
 class StreamOptions(Body):
@@ -112,7 +38,7 @@ class Generating(Body):
     return_progress: bool = False  # while streaming: how far the prompt has been read
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Stops = []
+    stop: Stops = Field(default=[])
     seed: Annotated[int, Field(ge=-1, lt=2**63)] = -1  # -1: a new one
     temperature: Temperature | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0, -1: all tokens
@@ -123,7 +49,7 @@ class Generating(Body):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[
         Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-1000, le=1000)]
-    ] = {}
+    ] = Field(default={})
     user: str = ""  # whom a reply is for is of no interest here
 
     def sampling(self, defaults: Sampling, choice: int = 0) -> Sampling:
@@ -141,16 +67,6 @@ class Generating(Body):
             stop=tuple(self.stop),
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
         )
-
-
-def sampling_of(defaults: Sampling, **wanted: Any) -> Sampling:
-    """`defaults` with the wanted settings, where not None; top-p 0 keeps the likeliest token."""
-    given = {name: value for name, value in wanted.items() if value is not None}
-    if "top_k" in given:
-        given["top_k"] = max(0, given["top_k"])
-    if "top_p" in given:
-        given["top_p"] = max(1e-9, given["top_p"])
-    return replace(defaults, **given)
 
 
 # ------------------------------------------------------------------------------ chat
@@ -186,10 +102,10 @@ class Message(Body):
     content: Text = ""
     name: str = ""
     reasoning_content: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] = Field(default=[])
     tool_call_id: str = ""
     refusal: str = ""  # parts of a reply of OpenAI's that say nothing to a model
-    annotations: list[Any] = []
+    annotations: list[Any] = Field(default=[])
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
@@ -205,7 +121,7 @@ class Message(Body):
 class Function(Body):
     name: Annotated[str, Field(min_length=1)]
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field(default={})
     strict: bool = False
 
 
@@ -237,7 +153,7 @@ class ToolChoice(Body):
 class JsonSchema(Body):
     name: str = ""
     description: str = ""
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = Field(default={})
     strict: bool = False  # the reply fits the schema in any case
 
 
@@ -257,7 +173,7 @@ class ChatBody(Generating):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[Tool] = []
+    tools: list[Tool] = Field(default=[])
     tool_choice: Annotated[
         ToolChoice,
         BeforeValidator(_tool_choice),
@@ -284,16 +200,16 @@ class ChatBody(Generating):
     response_format: ResponseFormat = ResponseFormat(type="text")
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] = 0
-    chat_template_kwargs: dict[str, Any] = {}  # variables of the template
+    chat_template_kwargs: dict[str, Any] = Field(default={})  # variables of the template
     reasoning_effort: str = ""  # another one
-    metadata: dict[str, Any] = {}  # bookkeeping of OpenAI's
+    metadata: dict[str, Any] = Field(default={})  # bookkeeping of OpenAI's
     store: bool = False
     service_tier: str = ""
     safety_identifier: str = ""
     prompt_cache_key: str = ""  # prefixes are found without
     prompt_cache_retention: str = ""
     parallel_tool_calls: bool = True  # imposed with the calls, else up to the model
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: list[Literal["text"]] = Field(default=["text"])
 
     @property
     def most_tokens(self) -> int | None:

@@ -27,6 +27,7 @@ def call_all(server: ServerProcess, examples: int) -> Counter[int]:
     """Call every operation so often, with what it expects and with what it does not; statuses."""
     statuses: Counter[int] = Counter()
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    schema = schema.exclude(path="/api/events")  # which does not end
     for described in schema.get_all_operations():
         operation = described.ok()
         for mode in list(GenerationMode) if operation.body else [GenerationMode.POSITIVE]:
