@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from hubserver import TOKEN, HubServer, Repo, blob, git_id
-from huggingface_hub import constants, scan_cache_dir, try_to_load_from_cache
+from huggingface_hub import constants, hf_hub_download, scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.utils import close_session
 
 from colibri_mmap.errors import ArgumentError, ColibriError, ResourceError
 from colibri_mmap.runtime.download import WAITS, bytes_to_fetch, fetch
 from colibri_mmap.runtime.hub import look_up
-from colibri_mmap.runtime.modelstore import INCOMPLETE, download_lock
+from colibri_mmap.runtime.modelstore import INCOMPLETE, download_lock, find_models
 
 ROOT = Path(__file__).parents[2]
 NAME = "owner/name"
@@ -76,6 +76,21 @@ def test_a_file_arrives_where_other_programs_look(hub: HubServer, cache: Path) -
     assert found.incomplete_files == frozenset()
     assert {stage for stage, _, _ in reports} == {"a.gguf", "checking a.gguf"}
     assert reports[-1] == ("checking a.gguf", len(CONTENT), len(CONTENT))
+
+
+def test_huggingface_hub_takes_what_we_fetched(hub: HubServer, cache: Path) -> None:
+    (path,), _ = pull(cache)
+    before = len(hub.contents())
+    assert hf_hub_download(NAME, "a.gguf", cache_dir=cache, endpoint=hub.url) == str(path)
+    assert len(hub.contents()) == before
+
+
+def test_what_huggingface_hub_fetched_is_taken(hub: HubServer, cache: Path) -> None:
+    path = Path(hf_hub_download(NAME, "a.gguf", cache_dir=cache, endpoint=hub.url))
+    before = len(hub.contents())
+    assert [model.path for model in find_models(cache)] == [path]
+    assert pull(cache)[0] == [path]
+    assert len(hub.contents()) == before
 
 
 def test_what_is_here_is_not_fetched_again(hub: HubServer, cache: Path) -> None:
