@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         service: Service = app.state.service
-        self._hosting = service.hosting
+        self._hosting, self._observatory = service.hosting, service.observatory
         self.failure: BaseException | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -79,6 +79,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._hosting.refuse()
+        self._observatory.close()
         ending = asyncio.create_task(self._end_replies())
         await super().shutdown(sockets)
         ending.cancel()
