@@ -78,6 +78,8 @@ class ExpertStore:
         elsewhere, offload = None, self.offload
         if offload is not None:
             elsewhere = offload.begin(x, h, on_host, layer, routing, ops)
+        if elsewhere is not None and (h.count == 1 or self._ops.alone):
+            self.pager.note_elsewhere(layer, np.unique(routing.ids[elsewhere]))
         if ops is self._ops:
             self._add_on_cpu(x, on_host, layer, routing, elsewhere)
         elif elsewhere is None or not elsewhere.all():
@@ -102,11 +104,9 @@ class ExpertStore:
         elsewhere: NDArray[np.bool_] | None,
     ) -> None:
         """Add the experts of all choices but those [T, k] that are computed elsewhere."""
-        experts, decodes = self.layers[layer], h.count == 1 or self._ops.alone
-        if elsewhere is not None and decodes:
-            self.pager.note_elsewhere(layer, np.unique(routing.ids[elsewhere]))
         if elsewhere is not None and elsewhere.all():
             return
+        experts = self.layers[layer]
         with self._ops.temporaries():
             if h.count == 1 and all(self._ops.kernels(part.type) for part in experts.parts):
                 self._add_one_token(x, h, experts, layer, routing, elsewhere)
