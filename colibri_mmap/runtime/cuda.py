@@ -12,7 +12,7 @@ import ctypes
 import importlib.util
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cudasources import CudaModule
-from .device import Address, DeviceError, Dimensions, Event, OutOfDeviceMemory, Stream
+from .device import (
+    Address,
+    DeviceError,
+    Dimensions,
+    Event,
+    KernelLaunch,
+    OutOfDeviceMemory,
+    Stream,
+)
 
 OLDEST = (6, 1)  # compute capability: kernels use __dp4a
 
@@ -249,6 +257,23 @@ class CudaBackend:
                 self._binding.bound = True
             found.pack(*arguments)
             self._launch(found.function, *grid, *block, 0, stream.ptr, found.parameters, 0)
+
+    def joined(self, launches: Sequence[KernelLaunch]) -> Callable[[], None]:
+        """They become a CUDA graph, which the host launches with one call."""
+        stream = self.compute
+        with self._translated:
+            stream.begin_capture()
+            try:
+                for each in launches:
+                    self.launch(*each, stream)
+            finally:
+                graph = stream.end_capture()
+
+        def launch() -> None:
+            with self._translated:
+                graph.launch(stream)
+
+        return launch
 
     def matmul(
         self,

@@ -9,8 +9,8 @@ must stay allocated and, on the host's side, unchanged until an event recorded a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,15 @@ class DeviceMemory(Protocol):
     @property
     def nbytes(self) -> int: ...
     def free(self) -> None: ...
+
+
+class KernelLaunch(NamedTuple):
+    """The arguments of `launch`, except the stream."""
+
+    kernel: str
+    grid: Dimensions
+    block: Dimensions
+    arguments: tuple[int | float, ...]
 
 
 class DeviceBackend(Protocol):
@@ -117,6 +126,13 @@ class DeviceBackend(Protocol):
         stream: Stream,
     ) -> None:
         """Run a kernel. `Address` is passed as 64 bits, int as int32, float as float32."""
+        ...
+
+    def joined(self, launches: Sequence[KernelLaunch]) -> Callable[[], None]:
+        """Launches on the compute stream as one; their kernels were launched before.
+
+        What is returned gives them to the stream, from the thread that asked for it.
+        """
         ...
 
     def matmul(

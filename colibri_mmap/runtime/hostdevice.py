@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import ALIGNMENT, Address, Dimensions, OutOfDeviceMemory
+from .device import ALIGNMENT, Address, Dimensions, KernelLaunch, OutOfDeviceMemory
 
 Executor: TypeAlias = Callable[[str, Dimensions, Dimensions, Sequence[int | float]], None]
 """Runs a kernel: name, grid, block, arguments."""
@@ -135,6 +135,13 @@ class HostBackend:
     ) -> None:
         fixed = tuple(arguments)
         self._give(stream, lambda: self._executor(kernel, grid, block, fixed))
+
+    def joined(self, launches: Sequence[KernelLaunch]) -> Callable[[], None]:
+        def launch() -> None:
+            for each in launches:
+                self.launch(*each, self.compute)
+
+        return launch
 
     def matmul(
         self,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Rows
-from .device import DeviceBackend
+from .device import DeviceBackend, KernelLaunch
 from .devicearena import DeviceArena, DeviceReading, Downloads, UploadRing
 from .devicekernels import DeviceKernels, ExpertShape, ExpertTables
 from .deviceops import Recorder
@@ -25,7 +25,6 @@ from .operations import Operations
 from .ops import Ops
 from .routing import Routing
 from .slots import ExpertReader
-from .trunkkernels import KernelLaunch
 from .vram import VramCache
 
 _MOST_PAIRS = 2048  # choices computed at a time: bounds the device memory of prefill

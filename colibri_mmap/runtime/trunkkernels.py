@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .arena import Rows
-from .device import Address, Dimensions
+from .device import Address, KernelLaunch
 from .kv import KVShape
 
 MAX_HEAD = 256  # dimensions of a head, at most
@@ -15,15 +15,6 @@ _ROW_VARIANTS = (1, 4, 8)  # rows of a block of the attention kernel
 _THREADS = 256
 _ENOUGH_BLOCKS = 256  # of the attention kernel, to keep a device busy
 _MOST_SHARES = 64
-
-
-class KernelLaunch(NamedTuple):
-    """The arguments of DeviceBackend.launch, except the stream."""
-
-    kernel: str
-    grid: Dimensions
-    block: Dimensions
-    arguments: tuple[int | float, ...]
 
 
 def rms_norm(x: Rows, out: Rows, weight: int, eps: float) -> KernelLaunch:

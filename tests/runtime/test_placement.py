@@ -150,6 +150,31 @@ def test_several_sequences_in_one_step(mini: Path, device: DeviceBackend, name: 
             start += length
 
 
+def test_steps_are_kept_while_they_are_the_same(mini: Path, device: DeviceBackend) -> None:
+    """Alone and beside another, by turns, past the lengths at which attention is cut anew."""
+    ids = some_ids(count=150)
+    with Running(model_file(mini, "qwen2moe"), "int8", "f32") as run:
+        expected = run.in_chunks(ids, 150, run.sequence(256))
+        trunk = run.place(device)
+        runs = []
+        for _ in range(2):
+            first, second = run.sequence(256), run.sequence(256)
+            run.in_chunks(ids[:100], 10, first)
+            run.in_chunks(ids[:60], 10, second)
+            logits = []
+            for n in range(50):
+                if n % 3:
+                    logits.append(run.step((first, ids[100 + n : 101 + n])))
+                else:
+                    beside = (second, ids[60 + n : 61 + n])
+                    second.rewind(60)
+                    logits.append(run.step((first, ids[100 + n : 101 + n]), beside)[:1])
+            runs.append(np.concatenate(logits))
+        assert difference(runs[0], expected[100:]) < 3e-5
+        assert np.array_equal(runs[1], runs[0])
+        trunk.close()
+
+
 def test_a_cut_sequence_goes_on(mini: Path, device: DeviceBackend) -> None:
     ids, others = some_ids(), some_ids(5)
     with Running(model_file(mini, "gpt-oss", "MXFP4"), "int8", "f32") as run:

@@ -21,9 +21,10 @@ from shim import Shim
 from colibri_mmap.runtime import trunkkernels as kernels
 from colibri_mmap.runtime.arena import Rows
 from colibri_mmap.runtime.cudasources import CudaModule, cuda_modules
+from colibri_mmap.runtime.device import KernelLaunch
 from colibri_mmap.runtime.hostdevice import HostBackend
 from colibri_mmap.runtime.kv import KVShape
-from colibri_mmap.runtime.trunkkernels import AttentionGrid, KernelLaunch, Slices
+from colibri_mmap.runtime.trunkkernels import AttentionGrid, Slices
 
 Floats = NDArray[np.float32]
 Exact = NDArray[np.float64]
