@@ -26,6 +26,7 @@ from colibri_mmap.runtime.device import (
     Address,
     DeviceBackend,
     Dimensions,
+    KernelLaunch,
     OutOfDeviceMemory,
     probe,
 )
@@ -146,6 +147,23 @@ def test_a_kernel_receives_every_kind_of_argument(device: DeviceBackend) -> None
     found = fetch(device, out, data.nbytes).view(np.float32)
     assert (found[:10] == data[:10] * -2 + 3).all()
     assert (found[10:] == data[10:] * 0.5 - 7).all()
+    memory.free()
+
+
+def test_joined_launches_run_again_in_their_order(device: DeviceBackend) -> None:
+    """From 1: twice it and 1, three times that; again, 57; after 5 more, again."""
+    memory = device.allocate(4)
+    place = memory.address
+    steps = ((place, place, 1, 2.0, 1, 1000), (place, place, 1, 3.0, 0, 1000))
+    launches = [KernelLaunch("scale", ONE, ONE, arguments) for arguments in steps]
+    device.upload(place, staged(device, np.ones(1, np.float32)), device.compute)
+    for launch in launches:
+        device.launch(*launch, device.compute)
+    again = device.joined(launches)
+    again()
+    device.launch("scale", ONE, ONE, (place, place, 1, 1.0, 5, 0), device.compute)
+    again()
+    assert fetch(device, place, 4).view(np.float32)[0] == 3 * (2 * (57 + 5) + 1)
     memory.free()
 
 
