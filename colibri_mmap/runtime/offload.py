@@ -9,7 +9,7 @@ T tokens, k choices of each, G experts in a launch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Rows
-from .device import DeviceBackend, KernelLaunch
+from .device import DeviceBackend
 from .devicearena import DeviceArena, DeviceReading, Downloads, UploadRing
 from .devicekernels import DeviceKernels, ExpertShape, ExpertTables
 from .deviceops import Recorder
@@ -48,7 +48,7 @@ class Offload:
         self._downloads = Downloads(backend, cpu.arena)
         self._recorder = Recorder()
         self._kernels = DeviceKernels(cast(DeviceBackend, self._recorder))  # it only launches
-        self._launches: dict[object, Sequence[KernelLaunch]] = {}
+        self._again: dict[object, Callable[[], None]] = {}  # the launches of one token's experts
         self._single: dict[int, ExpertTables] = {}  # of one token, by the number of experts
         self._count = reader.numbers.count
         self._first = {layer: reader.numbers.first(layer) for layer in shapes}
@@ -175,20 +175,19 @@ class Offload:
             self._uploads.upload(address, memory)
             packing = arena.take(kernels.packed_bytes(h.count, h.width))
             scratch = arena.take(kernels.experts_bytes(shape, tables.pairs))
-            single = tables.count == 1
-            key = (shape, tables.groups, h.address, sums.address, address) if single else None
-            launches = self._launches.get(key) if key is not None else None
-            if launches is None:
-                packed = kernels.pack(
-                    shape.type, h.address, h.count, h.width, h.stride // 4, packing
-                )
-                place = (sums.address, sums.stride // 4)
-                kernels.experts(shape, tables, address, packed, scratch, *place, add)
-                launches = self._recorder.take()
-                if key is not None:
-                    self._launches[key] = launches
-        for kernel, grid, block, arguments in launches:
-            self._backend.launch(kernel, grid, block, arguments, self._backend.compute)
+            key = (shape, tables.groups, h.address, sums.address, address)
+            if tables.count == 1 and key in self._again:
+                self._again[key]()
+                return
+            where = (h.address, h.count, h.width, h.stride // 4)
+            packed = kernels.pack(shape.type, *where, packing)
+            place = (sums.address, sums.stride // 4)
+            kernels.experts(shape, tables, address, packed, scratch, *place, add)
+            launches = self._recorder.take()
+        for launch in launches:
+            self._backend.launch(*launch, self._backend.compute)
+        if tables.count == 1:
+            self._again[key] = self._backend.joined(launches)
 
     def _upload(self, rows: Rows) -> Rows:
         """Rows of the CPU's in the device's memory."""

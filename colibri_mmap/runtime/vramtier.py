@@ -6,7 +6,7 @@ context. The rest of the memory holds experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +27,12 @@ from .placement import (
     scratch_bytes,
     supported_layers,
     trunk_bytes,
+    weight_types,
 )
 from .policy import Key
 from .slots import ExpertReader
 from .sources import ExpertNumbers
-from .usage import load_usage
+from .usage import Usage, load_usage
 from .vram import VramCache
 from .vramplan import VramPlan, plan_vram
 from .vrampolicy import SlotPolicy
@@ -131,22 +132,38 @@ def open_vram_tier(
             assert demand.model is not None
             trunk = place_trunk(demand.model, backend, layers, head=demand.with_head(layers))
         if reader is not None and plan.expert_budget >= int(reader.sizes.max()):
-            usage = load_usage(weights.gguf).rates()[list(reader.numbers.layers)] if learn else None
-            policy = SlotPolicy(
-                reader.sizes,
-                plan.expert_budget,
-                layers=len(shapes),
-                rates=None if usage is None else usage.reshape(-1),
-            )
-            cache = VramCache(backend, policy, reader.fill)
-            cache.pin(reader.numbers.first(n) + expert for n, expert in pinned if n in shapes)
-            cache.warm()
-            offload = Offload(backend, ops, cache, reader, shapes)
+            usage = load_usage(weights.gguf) if learn else None
+            cache = _open_cache(backend, reader, plan.expert_budget, usage, pinned)
+            try:
+                offload = Offload(backend, ops, cache, reader, shapes)
+            except BaseException:
+                cache.close()
+                raise
+        backend.prepare(demand.kernels(layers, shapes))
     except BaseException:
+        if offload is not None:
+            offload.close()
         if trunk is not None:
             trunk.close()
         raise
     return VramTier(backend, plan, trunk, offload, tuple(notices))
+
+
+def _open_cache(
+    backend: DeviceBackend,
+    reader: ExpertReader,
+    budget: int,
+    usage: Usage | None,
+    pinned: Sequence[Key],
+) -> VramCache:
+    """The cache of experts; the pinned ones and the most used so far are on their way into it."""
+    numbers = reader.numbers
+    rates = None if usage is None else usage.rates()[list(numbers.layers)].reshape(-1)
+    policy = SlotPolicy(reader.sizes, budget, layers=len(numbers.layers), rates=rates)
+    cache = VramCache(backend, policy, reader.fill)
+    cache.pin(numbers.first(n) + expert for n, expert in pinned if n in numbers.layers)
+    cache.warm()
+    return cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +189,15 @@ class _Demand:
             f"--gpu-layers {layers}: {supported.layers} of {len(self.model.blk)} layers run on the "
             f"GPU{supported.reason and f' ({supported.reason})'}"
         )
+
+    def kernels(self, layers: int, shapes: Mapping[int, ExpertShape]) -> Iterator[str]:
+        """One kernel of every module that is needed with `layers` blocks on the device."""
+        types = {kind for shape in shapes.values() for kind in (shape.type, shape.down_type)}
+        if layers and self.model is not None:
+            types |= weight_types(self.model, layers, head=self.with_head(layers))
+            yield "rms_norm"
+        yield "quantise_q8"
+        yield from (f"matvec_{kind.name.lower()}_c1" for kind in types)
 
     def with_head(self, layers: int) -> bool:
         return self.model is not None and layers == len(self.model.blk)
