@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..format.quants import GGMLType
 from .attention import GroupedQueryAttention
 from .device import Address, DeviceBackend, DeviceMemory
 from .devicearena import CHUNK_BYTES, aligned
@@ -80,6 +81,14 @@ def trunk_bytes(model: Decoder, layers: int) -> TrunkBytes:
     """What the weights of the last `layers` blocks, and those of the output head, take."""
     blocks = model.blk[len(model.blk) - layers :]
     return TrunkBytes(_nbytes(_weights_of(blocks)), _nbytes(_head_weights(model)))
+
+
+def weight_types(model: Decoder, layers: int, *, head: bool) -> set[GGMLType]:
+    """The types of the matrices of the last `layers` blocks, and of the output head."""
+    weights = list(_weights_of(model.blk[len(model.blk) - layers :]))
+    if head:
+        weights += _head_weights(model)
+    return {weight.type for weight in weights if isinstance(weight, Matrix)}
 
 
 def scratch_bytes(model: Decoder, layers: int) -> int:
