@@ -4,7 +4,8 @@ Arguments of every task: W address, bytes per row, K, activations (q8_256 column
 record, number of tokens, y f32 address, bytes per token of y. Units: rows of W.
 
 Rows are read one after the other, as the hardware prefetchers like it, and each row meets all
-tokens while it is in the L1 cache. A row is summed in one order wherever it stands.
+tokens while it is in the L1 cache; three tokens and more share what is unpacked. A row is summed in
+one order wherever it stands, and whatever tokens are beside its own.
 """
 
 from __future__ import annotations
@@ -132,22 +133,64 @@ def _q6_k_step(block, x, sums, d, acc, minus):
 
 
 @numba.njit(**INLINE)
+def _add_block(step, block, record, acc, minus):
+    """A block times a token's values: what is made of the weights alone is made once for all."""
+    values, sums = _values(record), load_i16x16(record + _SUMS)
+    return step(block, values, sums, load_f32(record + _SCALE), acc, minus)
+
+
+@numba.njit(**INLINE)
+def _four_sums(step, block_bytes, block, columns, x, x_stride, y, y_stride, n):
+    """A row times four tokens, each as if it were the only one; n: 4, or 3 and the last again."""
+    r0, r1, r2, r3 = x, x + x_stride, x + 2 * x_stride, x + (n - 1) * x_stride
+    a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+    m0, m1, m2, m3 = _zero_f32x8(), _zero_f32x8(), _zero_f32x8(), _zero_f32x8()
+    for _ in range(columns // 256):
+        for line in range(0, block_bytes, 64):
+            prefetch(block + _AHEAD + line)
+        a0, m0 = _add_block(step, block, r0, a0, m0)
+        a1, m1 = _add_block(step, block, r1, a1, m1)
+        a2, m2 = _add_block(step, block, r2, a2, m2)
+        a3, m3 = _add_block(step, block, r3, a3, m3)
+        block += block_bytes
+        r0, r1 = r0 + _RECORD_256, r1 + _RECORD_256
+        r2, r3 = r2 + _RECORD_256, r3 + _RECORD_256
+    store_f32(y, total(a0) - total(m0))
+    store_f32(y + y_stride, total(a1) - total(m1))
+    store_f32(y + 2 * y_stride, total(a2) - total(m2))
+    store_f32(y + (n - 1) * y_stride, total(a3) - total(m3))
+
+
+@numba.njit(**INLINE)
+def _one_sum(step, block_bytes, block, columns, record, y):
+    """A row times one token."""
+    acc, minus = zero_f32x16(), _zero_f32x8()
+    for _ in range(columns // 256):
+        for line in range(0, block_bytes, 64):
+            prefetch(block + _AHEAD + line)
+        acc, minus = _add_block(step, block, record, acc, minus)
+        block += block_bytes
+        record += _RECORD_256
+    store_f32(y, total(acc) - total(minus))
+
+
+@numba.njit(**INLINE)
 def _matvec_256(step, block_bytes, args, lo, hi):
     weights, row_bytes, columns = load_i64(args), load_i64(args + 8), load_i64(args + 16)
     x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
     y, y_stride = load_i64(args + 48), load_i64(args + 56)
     for row in range(lo, hi):
-        for token in range(tokens):
-            block, record = weights + row * row_bytes, x + token * x_stride
-            acc, minus = zero_f32x16(), _zero_f32x8()
-            for _ in range(columns // 256):
-                for line in range(0, block_bytes, 64):
-                    prefetch(block + _AHEAD + line)
-                values, sums = _values(record), load_i16x16(record + _SUMS)
-                acc, minus = step(block, values, sums, load_f32(record + _SCALE), acc, minus)
-                block += block_bytes
-                record += _RECORD_256
-            store_f32(y + token * y_stride + 4 * row, total(acc) - total(minus))
+        block = weights + row * row_bytes
+        token = 0
+        while token < tokens:
+            n = min(4, tokens - token)
+            record, out = x + token * x_stride, y + token * y_stride + 4 * row
+            if n > 2:
+                _four_sums(step, block_bytes, block, columns, record, x_stride, out, y_stride, n)
+                token += n
+            else:
+                _one_sum(step, block_bytes, block, columns, record, out)
+                token += 1
 
 
 @Task

@@ -4,7 +4,8 @@ Arguments of every task: W address, bytes per row, K, activations (q8_32 column 
 record, number of tokens, y f32 address, bytes per token of y. Units: rows of W.
 
 Four blocks at a time: one vector holds the first 16 weights of each, another the last 16, so both
-add up in the same four lanes per block, and the scales of the four are handled as one vector.
+add up in the same four lanes per block, and the scales of the four are handled as one vector. Three
+tokens and more share what is unpacked; the arithmetic of a token is the same, whoever is beside it.
 """
 
 from __future__ import annotations
@@ -146,6 +147,62 @@ def _four_powers(a, b, c, d):
 
 # ------------------------------------------------------------------ all rows, all tokens
 @numba.njit(**INLINE)
+def _four_blocks(scales_of, size, has_minimum, a, last):
+    """Addresses of the blocks b, c, d that follow a, and d and m of the four."""
+    b, c, d = min(a + size, last), min(a + 2 * size, last), min(a + 3 * size, last)
+    prefetch(a + _AHEAD)
+    prefetch(a + _AHEAD + 64)
+    minimum = _zero_f32x4()
+    if has_minimum:
+        minimum = gather_f16x4(a + 2, b + 2, c + 2, d + 2)
+    return b, c, d, scales_of(a, b, c, d), minimum
+
+
+@numba.njit(**INLINE)
+def _add(dot, has_minimum, a, b, c, d, scales, minimum, record, acc, minima):
+    """Four blocks times a token's values; what is made of weights alone is made once for all."""
+    products = mul(scales, load_f32x4(record + _SCALES))
+    acc = fma(int_to_float(dot(a, b, c, d, record)), _each_four_times(products, products), acc)
+    if has_minimum:
+        minima = fma(minimum, load_f32x4(record + _SCALED_SUMS), minima)
+    return acc, minima
+
+
+@numba.njit(**INLINE)
+def _four_sums(scales_of, dot, size, has_minimum, a, columns, x, x_stride, y, y_stride, n):
+    """A row times four tokens, each as if it were the only one; n: 4, or 3 and the last again."""
+    last = a + (columns // 32 - 1) * size
+    r0, r1, r2, r3 = x, x + x_stride, x + 2 * x_stride, x + (n - 1) * x_stride
+    a0, a1, a2, a3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+    m0, m1, m2, m3 = _zero_f32x4(), _zero_f32x4(), _zero_f32x4(), _zero_f32x4()
+    for _ in range(0, columns, 128):
+        b, c, d, scales, minimum = _four_blocks(scales_of, size, has_minimum, a, last)
+        a0, m0 = _add(dot, has_minimum, a, b, c, d, scales, minimum, r0, a0, m0)
+        a1, m1 = _add(dot, has_minimum, a, b, c, d, scales, minimum, r1, a1, m1)
+        a2, m2 = _add(dot, has_minimum, a, b, c, d, scales, minimum, r2, a2, m2)
+        a3, m3 = _add(dot, has_minimum, a, b, c, d, scales, minimum, r3, a3, m3)
+        a += 4 * size
+        r0, r1, r2, r3 = r0 + _RECORD, r1 + _RECORD, r2 + _RECORD, r3 + _RECORD
+    store_f32(y, total(a0) + total(m0))
+    store_f32(y + y_stride, total(a1) + total(m1))
+    store_f32(y + 2 * y_stride, total(a2) + total(m2))
+    store_f32(y + (n - 1) * y_stride, total(a3) + total(m3))
+
+
+@numba.njit(**INLINE)
+def _one_sum(scales_of, dot, size, has_minimum, a, columns, record, y):
+    """A row times one token."""
+    last = a + (columns // 32 - 1) * size
+    acc, minima = zero_f32x16(), _zero_f32x4()
+    for _ in range(0, columns, 128):
+        b, c, d, scales, minimum = _four_blocks(scales_of, size, has_minimum, a, last)
+        acc, minima = _add(dot, has_minimum, a, b, c, d, scales, minimum, record, acc, minima)
+        a += 4 * size
+        record += _RECORD
+    store_f32(y, total(acc) + total(minima))
+
+
+@numba.njit(**INLINE)
 def _matvec(scales_of, dot, size, has_minimum, args, lo, hi):
     """`scales_of` gives d of four blocks of `size` bytes, `dot` their integer sums.
 
@@ -157,23 +214,19 @@ def _matvec(scales_of, dot, size, has_minimum, args, lo, hi):
     x, x_stride, tokens = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
     y, y_stride = load_i64(args + 48), load_i64(args + 56)
     for row in range(lo, hi):
-        last = weights + row * row_bytes + (columns // 32 - 1) * size
-        for token in range(tokens):
-            a, record = weights + row * row_bytes, x + token * x_stride
-            acc, minima = zero_f32x16(), _zero_f32x4()
-            for _ in range(0, columns, 128):
-                b, c, d = min(a + size, last), min(a + 2 * size, last), min(a + 3 * size, last)
-                prefetch(a + _AHEAD)
-                prefetch(a + _AHEAD + 64)
-                scales = mul(scales_of(a, b, c, d), load_f32x4(record + _SCALES))
-                sums = int_to_float(dot(a, b, c, d, record))
-                acc = fma(sums, _each_four_times(scales, scales), acc)
-                if has_minimum:
-                    m = gather_f16x4(a + 2, b + 2, c + 2, d + 2)
-                    minima = fma(m, load_f32x4(record + _SCALED_SUMS), minima)
-                a += 4 * size
-                record += _RECORD
-            store_f32(y + token * y_stride + 4 * row, total(acc) + total(minima))
+        a = weights + row * row_bytes
+        token = 0
+        while token < tokens:
+            n = min(4, tokens - token)
+            record, to = x + token * x_stride, y + token * y_stride + 4 * row
+            if n > 2:
+                _four_sums(
+                    scales_of, dot, size, has_minimum, a, columns, record, x_stride, to, y_stride, n
+                )
+                token += n
+            else:
+                _one_sum(scales_of, dot, size, has_minimum, a, columns, record, to)
+                token += 1
 
 
 @Task
