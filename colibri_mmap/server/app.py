@@ -32,13 +32,14 @@ class Settings:
     """What an application is made of besides its models.
 
     `keys`: one of them is asked for, if there are any. `origins`: web pages that may ask, "*" for
-    all. `timeout` of a reply in seconds.
+    all. `timeout` of a reply in seconds. `most_bytes` of a request: a million tokens take 5 MB.
     """
 
     keys: Sequence[str] = ()
     origins: Sequence[str] = ()
     timeout: float | None = None
     most_loaded: int = 1
+    most_bytes: int = 64 << 20
     sampling: Sampling = field(default_factory=Sampling)
 
 
@@ -64,7 +65,7 @@ def create_app(specs: Sequence[ModelSpec], opener: Opener, settings: Settings) -
         middleware=[
             Middleware(Bookkeeping, metrics),
             *_cors(settings.origins),
-            Middleware(BodyLimit),
+            Middleware(BodyLimit, settings.most_bytes),
             Middleware(KeyCheck, settings.keys),
         ],
         exception_handlers={

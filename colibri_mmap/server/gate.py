@@ -12,23 +12,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .metrics import Metrics
 from .problems import ApiError
 
-MOST_BYTES = 64 << 20  # of a request's body: a million tokens are about 5 MB
 OPEN_PATHS = frozenset({"/", "/health"})  # need no key: they tell nothing of what was said
 
 
 class BodyLimit:
-    """Refuses bodies above `MOST_BYTES` with 413, announced or not, before they fill memory."""
+    """Refuses bodies above `most` bytes with 413, announced or not, before they fill memory."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced[:20]) > MOST_BYTES:
-            await _too_large().response(scope["path"])(scope, receive, send)
+        if announced.isdecimal() and int(announced[:20]) > self._most:
+            await self._too_large().response(scope["path"])(scope, receive, send)
             return
         received = 0
 
@@ -36,15 +35,15 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > MOST_BYTES:
-                raise HTTPException(413, _too_large().message)
+            if received > self._most:
+                raise HTTPException(413, self._too_large().message)
             return message
 
         await self._app(scope, counted, send)
 
-
-def _too_large() -> ApiError:
-    return ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MiB", code="body_too_large")
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than {self._most >> 20} MiB"
+        return ApiError(413, message, code="body_too_large")
 
 
 class KeyCheck:

@@ -37,7 +37,8 @@ class AppServer(AbstractContextManager["AppServer"]):
         specs: Sequence[ModelSpec] = [ModelSpec(path, (n,), 0) for n, path in models.items()]
         self.app = create_app(specs, opener, settings or Settings())
         self._socket = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.address = self._socket.getsockname()
+        self.url = "http://{}:{}".format(*self.address)
         self._server = Server(self.app)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

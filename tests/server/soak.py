@@ -95,7 +95,8 @@ class Soak:
             watching = asyncio.create_task(self._watch())
             await asyncio.gather(*(self._client(client, end) for _ in range(self._clients)))
             watching.cancel()
-            self.report.idle_after = await self._idle(client)
+            files = self.report.idle_before.files
+            self.report.idle_after = await self._idle(client, files)
         return self.report
 
     async def _watch(self) -> None:
@@ -103,8 +104,8 @@ class Soak:
             self.report.footprints.append(Footprint.of(self._server.process.pid))
             await asyncio.sleep(0.5)
 
-    async def _idle(self, client: httpx.AsyncClient) -> Footprint:
-        """Wait until nothing is worked on; a request that is stuck ends the test here."""
+    async def _idle(self, client: httpx.AsyncClient, most_files: int = 1000) -> Footprint:
+        """Wait until nothing is worked on and no connection open; what is stuck ends the test."""
         async with asyncio.timeout(60):
             while True:
                 text = (await client.get("/metrics")).text
@@ -114,8 +115,9 @@ class Soak:
                     if line.startswith(("colibri_active_seq", "colibri_queued"))
                     and not line.endswith(" 0.0")
                 ]
-                if not busy:
-                    return Footprint.of(self._server.process.pid)
+                now = Footprint.of(self._server.process.pid)
+                if not busy and now.files <= most_files:
+                    return now
                 await asyncio.sleep(0.02)
 
     async def _client(self, client: httpx.AsyncClient, end: float) -> None:
