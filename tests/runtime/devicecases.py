@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from colibri_mmap.format.quants import GGMLType, block_geometry
 from colibri_mmap.runtime.cudasources import FLOAT_TYPES, WEIGHT_TYPES
-from colibri_mmap.runtime.device import Address, DeviceBackend, DeviceMemory
+from colibri_mmap.runtime.device import ALIGNMENT, Address, DeviceBackend, DeviceMemory
 from colibri_mmap.runtime.devicekernels import (
     CLAMPED_SWIGLU,
     SILU,
@@ -39,6 +39,7 @@ SCALES: dict[str, tuple[int, ...]] = {  # where the half-precision scales of a b
 }
 _SUBNORMAL = 3e-7  # in half precision
 _TINY = 1e-30  # products below it end where float32 does
+_LEAST = np.float32(1e-45)  # above 0
 
 Array = NDArray[Any]
 
@@ -75,12 +76,14 @@ def dequantised(type: GGMLType, raw: NDArray[np.uint8]) -> NDArray[np.float64]:
 
 
 def random_activations(count: int, width: int, rng: np.random.Generator) -> NDArray[np.float32]:
-    """float32 [count, width]: blocks of mixed size, one of zeros, one of sub-normal numbers."""
+    """float32 [count, width]: blocks of mixed size, of zeros, of sub-normal numbers."""
     x = rng.standard_normal((count, width)).astype(np.float32)
     x *= np.float32(10) ** rng.integers(-3, 1, (count, width)).astype(np.float32)
     x[0, :32] = 0
     if width >= 64:
-        x[-1, 32:64] = rng.integers(-190, 190, 32) * np.float32(1e-45)
+        x[-1, 32:64] = rng.integers(-190, 190, 32) * _LEAST
+    if width >= 96:
+        x[-1, 64:96] = rng.integers(-40, 40, 32) * _LEAST  # of a scale that is 0
     return x
 
 
@@ -316,24 +319,38 @@ def check_quantise(
     assert np.array_equal(s, d * sums)
 
 
+def check_not_finite(bench: Workbench) -> None:
+    """A row with a number that is not finite gives none that is; other rows are as without it."""
+    rng = np.random.default_rng(4)
+    for type in (GGMLType.Q8_0, GGMLType.Q4_K):
+        raw, x = random_weights(type, 3, 256, rng), random_activations(2, 256, rng)
+        clean = bench.matvec(type, raw, x)
+        for wrong in (np.nan, np.inf, -np.inf):
+            x[1, 40] = wrong
+            found = bench.matvec(type, raw, x)
+            assert np.array_equal(found[0], clean[0], equal_nan=True)
+            assert not np.isfinite(found[1, :3]).any()
+
+
 def shapes(type: GGMLType) -> list[tuple[int, int, int]]:
     """rows, columns, tokens: ragged rows, short rows, every number of columns of the kernels."""
     step = max(4, block_geometry(type)[0])
-    short = 8 if type in FLOAT_TYPES else step
-    return [(13, short, 1), (5, 3 * step, 2), (1, 4 * step, 3), (6, 2 * step, 7), (3, step * 2, 11)]
+    short, long = (8 if type in FLOAT_TYPES else step), max(1024, 8 * step)
+    few = [(13, short, 1), (5, 3 * step, 2), (1, 4 * step, 3), (6, 2 * step, 7), (3, step * 2, 11)]
+    return [*few, (3, long, 2)]  # of the last one, several warps share a row
 
 
 def expert_shape(
-    type: GGMLType, down: GGMLType | None = None, activation: int = SILU
+    type: GGMLType, down: GGMLType | None = None, activation: int = SILU, hidden: int = 256
 ) -> ExpertShape:
-    """Small experts of a type: rows of three blocks or so, a ragged number of rows."""
-    down = down or type
-    width, hidden = (max(32, block_geometry(kind)[0]) for kind in (type, down))
-    return ExpertShape(type, down, 3 * width if width == 32 else width, hidden, activation)
+    """Small experts of a type: gate's rows are one block of 256 or three of 32."""
+    width = 256 if block_geometry(type)[0] == 256 else 96
+    return ExpertShape(type, down or type, width, hidden, activation)
 
 
-SINGLE = [[2, 0, 3]]  # one token
+SINGLE = [[2, 0, 3, 4, 1]]  # one token
 SPREAD = [[0, 1], [2, 3]]  # every expert once
+MANY = [[1]] * 11  # all the same
 SHARED = [[0, 2], [2, 0], [2, 4], [2, 4], [4, 2], [2, 0]]  # experts 1 and 3 are there unused
 
 
@@ -348,8 +365,14 @@ def check_type(bench: Workbench, type: GGMLType) -> float:
     expected = dequantised(type, raw)
     found = bench.dequantise(type, raw, expected.shape[1])
     error = max(error, worst(found, expected, np.abs(expected).max()))
-    for choices, activation, add in ((SINGLE, SILU, True), (SHARED, CLAMPED_SWIGLU, False)):
-        shape = replace(expert_shape(type), activation=activation)
+    for choices, activation, add in (
+        (SINGLE, SILU, True),
+        (SPREAD, SILU, False),
+        (MANY, SILU, True),
+        (SHARED, CLAMPED_SWIGLU, False),
+    ):
+        hidden = 256 if choices is SINGLE or block_geometry(type)[0] == 256 else 32
+        shape = expert_shape(type, activation=activation, hidden=hidden)
         experts = random_experts(shape, choices, rng, biases=activation == CLAMPED_SWIGLU)
         x = random_activations(len(choices), shape.width, rng)
         error = max(error, experts.check(bench, x, add))
@@ -362,12 +385,11 @@ class ExactMemory:
     """Memory that ends where it was asked to: a sanitizer sees the byte behind it."""
 
     def __init__(self, nbytes: int) -> None:
-        libc = ctypes.CDLL(None)
-        libc.aligned_alloc.restype = ctypes.c_void_p
-        libc.aligned_alloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
-        libc.free.argtypes = [ctypes.c_void_p]
-        self._libc, self.nbytes = libc, nbytes
-        self.address = Address(libc.aligned_alloc(256, nbytes))
+        self._libc, place = ctypes.CDLL(None), ctypes.c_void_p()
+        self._libc.free.argtypes = [ctypes.c_void_p]
+        failed = self._libc.posix_memalign(ctypes.byref(place), ALIGNMENT, ctypes.c_size_t(nbytes))
+        assert not failed
+        self.address, self.nbytes = Address(place.value or 0), nbytes
 
     def free(self) -> None:
         if self.address:
@@ -390,22 +412,22 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--fault", choices=sorted(FAULTS))
     parser.add_argument("--types", default=",".join(type.name for type in WEIGHT_TYPES))
-    parser.add_argument("--flags", default="")
+    parser.add_argument("--flags", default="", help="of the compiler")
     options = parser.parse_args()
-    types = [GGMLType[name] for name in options.types.split(",")]
     modules = with_fault(options.fault) if options.fault else {}
-    outputs: dict[tuple[str, int], bytes] = {}
+    first: dict[GGMLType, list[bytes]] = {}
     for seed in (0, 1, 12345):
         shim = Shim(options.folder, seed, tuple(options.flags.split()), modules)
-        check_quantise(
-            Workbench(ExactBackend(shim)), GGMLType.Q8_0, 3, 160, np.random.default_rng(1)
-        )
-        for type in types:
-            bench = Recording(ExactBackend(shim))
+        plain = Workbench(ExactBackend(shim))
+        for type, width in ((GGMLType.Q8_0, 160), (GGMLType.Q4_K, 768)):
+            check_quantise(plain, type, 3, width, np.random.default_rng(1))
+        if not options.fault or FAULTS[options.fault].file == "rows":
+            check_not_finite(plain)
+        for name in options.types.split(","):
+            type, bench = GGMLType[name], Recording(ExactBackend(shim))
             error = check_type(bench, type)
-            assert error <= TOLERANCE, f"{type.name}: error {error:.1e}"
-            first = outputs.setdefault((type.name, 0), b"".join(bench.read))
-            assert first == b"".join(bench.read), f"{type.name}: depends on the schedule"
+            assert error <= TOLERANCE, f"{name}: error {error:.1e}"
+            assert bench.read == first.setdefault(type, bench.read), f"{name}: by schedule"
     print("ok")
 
 

@@ -66,7 +66,7 @@ DEVICE void accumulate(const u8* const (&row)[ROWS_], int columns, const Activat
     }
 }
 
-// The sums over all lanes of a row group, in all lanes of its first warp.
+// The sums over all lanes of a row group, in all lanes of its first warp; once in a kernel.
 template <int COUNT>
 DEVICE void sum_of_row_group(float (&sums)[COUNT]) {
     __shared__ float of_warp[MOST_WARPS][COUNT];
@@ -84,7 +84,6 @@ DEVICE void sum_of_row_group(float (&sums)[COUNT]) {
             if (y < blockDim.y)
 #pragma unroll
                 for (int i = 0; i < COUNT; i++) sums[i] += of_warp[first + y][i];
-    __syncthreads();  // of_warp may be written again
 }
 
 // The row groups of a block that has `per_group` rows each; the last rows may be there twice.
@@ -113,7 +112,7 @@ DEVICE void matvec(const u8* w, Activations a, float* out, int out_stride, int r
     find_rows(w, bytes_of_row<T>(columns), first, rows, row);
     load_first<T>(row, columns, next);
 #pragma unroll
-    for (int j = 0; j < N; j++) token[j] = min(t + j, count - 1);
+    for (int j = 0; j < N; j++) token[j] = t + j;
     accumulate<T, ROWS, N>(row, columns, a, token, count - t, next, sums);
     sum_of_row_group(sums);
     if (!writes()) return;
@@ -137,7 +136,7 @@ DEVICE float activate(float gate, float up, int activation) {
 }
 
 // out[p, r] = activation of gate and up of pair p: group g has the pairs off[g] to off[g + 1], pair p
-// the activations col[p]. grid.y is over groups, grid.z over parts of a group.
+// the activations col[p]. grid.y is over groups, grid.z over N pairs of a group at a time.
 template <class T, int N>
 DEVICE void gate_up(const u64* gates, const u64* ups, const u64* gate_biases, const u64* up_biases,
                     const int* off, const int* col, Activations a, float* out, int rows, int columns,
@@ -148,22 +147,20 @@ DEVICE void gate_up(const u64* gates, const u64* ups, const u64* gate_biases, co
                               (const u8*)fetch<u64>(ups + group) + start};
     typename T::Raw next[2];
     load_first<T>(row, columns, next);
-    int end = fetch<int>(off + group + 1), step = N * gridDim.z;
-    for (int p = fetch<int>(off + group) + N * blockIdx.z; p < end; p += step) {
-        u32 token[N];
-        float sums[2 * N] = {};
+    int p = fetch<int>(off + group) + N * blockIdx.z, end = fetch<int>(off + group + 1);
+    if (p >= end) return;  // all of the block
+    u32 token[N];
+    float sums[2 * N] = {};
 #pragma unroll
-        for (int j = 0; j < N; j++) token[j] = fetch<int>(col + min(p + j, end - 1));
-        accumulate<T, 2, N>(row, columns, a, token, end - p, next, sums);
-        if (p + step < end) load_first<T>(row, columns, next);
-        sum_of_row_group(sums);
-        if (!writes() || r >= rows) continue;
-        float gate_bias = bias_of(gate_biases, group, r), up_bias = bias_of(up_biases, group, r);
+    for (int j = 0; j < N; j++) token[j] = fetch<int>(col + min(p + j, end - 1));
+    accumulate<T, 2, N>(row, columns, a, token, end - p, next, sums);
+    sum_of_row_group(sums);
+    if (!writes() || r >= rows) return;
+    float gate_bias = bias_of(gate_biases, group, r), up_bias = bias_of(up_biases, group, r);
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            if (p + j < end)
-                out[(u64)(p + j) * rows + r] = activate(sums[j] + gate_bias, sums[N + j] + up_bias, activation);
-    }
+    for (int j = 0; j < N; j++)
+        if (p + j < end)
+            out[(u64)(p + j) * rows + r] = activate(sums[j] + gate_bias, sums[N + j] + up_bias, activation);
 }
 
 // out[p, r] = down . hidden[p] + bias, grids as of gate_up.
@@ -175,24 +172,22 @@ DEVICE void down(const u64* downs, const u64* biases, const int* off, Activation
     find_rows((const u8*)fetch<u64>(downs + group), bytes_of_row<T>(columns), first, rows, row);
     typename T::Raw next[ROWS];
     load_first<T>(row, columns, next);
-    int end = fetch<int>(off + group + 1), step = N * gridDim.z;
-    for (int p = fetch<int>(off + group) + N * blockIdx.z; p < end; p += step) {
-        u32 token[N];
-        float sums[ROWS * N] = {};
+    int p = fetch<int>(off + group) + N * blockIdx.z, end = fetch<int>(off + group + 1);
+    if (p >= end) return;
+    u32 token[N];
+    float sums[ROWS * N] = {};
 #pragma unroll
-        for (int j = 0; j < N; j++) token[j] = min(p + j, end - 1);
-        accumulate<T, ROWS, N>(row, columns, a, token, end - p, next, sums);
-        if (p + step < end) load_first<T>(row, columns, next);
-        sum_of_row_group(sums);
-        if (!writes()) continue;
+    for (int j = 0; j < N; j++) token[j] = p + j;
+    accumulate<T, ROWS, N>(row, columns, a, token, end - p, next, sums);
+    sum_of_row_group(sums);
+    if (!writes()) return;
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (first + r >= rows) break;
-            float bias = bias_of(biases, group, first + r);
+    for (int r = 0; r < ROWS; r++) {
+        if (first + r >= rows) return;
+        float bias = bias_of(biases, group, first + r);
 #pragma unroll
-            for (int j = 0; j < N; j++)
-                if (p + j < end) out[(u64)(p + j) * rows + first + r] = sums[r * N + j] + bias;
-        }
+        for (int j = 0; j < N; j++)
+            if (p + j < end) out[(u64)(p + j) * rows + first + r] = sums[r * N + j] + bias;
     }
 }
 
