@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +124,7 @@ class PrefixStore:
         self.checkpoint(sequence)
         for mirror in cache.mirrors:
             mirror.to_host(len(sequence.ids))
+        cache.mirrors.clear()  # a device's memory is for sequences in use
         idle = _Idle(sequence, _tokens(sequence.ids), written=self._directory is None)
         with self._changed:
             if self._closing:
@@ -135,11 +137,12 @@ class PrefixStore:
             self._changed.notify_all()
 
     def checkpoint(self, sequence: Sequence) -> None:
-        """Make it possible to come back to what a sequence is now, where that needs something."""
+        """Make it possible to come back to what a sequence is now, where that takes memory."""
         cache = sequence.cache
         if cache.cuttable or not sequence.ids:
             return
-        cache.checkpoint(len(sequence.ids))
+        with suppress(MemoryError):
+            cache.checkpoint(len(sequence.ids))
         kept = cache.checkpoints
         while len(kept) > _NEWEST and (
             len(kept) > _MOST_CHECKPOINTS or 2 * _checkpoint_bytes(kept) > self.ram_bytes
@@ -255,7 +258,8 @@ class PrefixStore:
                         return
                     self._changed.wait()
             idle = waiting[-1]
-            self._write_missing(idle)
+            with suppress(MemoryError):
+                self._write_missing(idle)
             with self._changed:
                 idle.written = True
                 self._make_room()

@@ -111,6 +111,36 @@ def test_checkpoints_are_bounded(stores: Callable[..., Stores]) -> None:
     assert len(sequence.cache.checkpoints) == 4
 
 
+class Elsewhere:
+    """Another memory, whose content is not that of the host until it is asked for."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.views = sequence.cache.span(0, len(sequence.ids))
+        self.content = [view.copy() for view in self.views]
+        for view in self.views:
+            view[:] = 0
+
+    def to_host(self, length: int) -> None:
+        for view, content in zip(self.views, self.content, strict=True):
+            view[:] = content
+
+    def to_device(self, length: int) -> None:
+        raise AssertionError("nothing is restored here")
+
+
+def test_what_lies_elsewhere_is_brought_back(stores: Callable[..., Stores]) -> None:
+    some = stores()
+    store = some.open()
+    sequence = store.take(IDS[:700])
+    some.toy.extend(sequence, IDS[:700])
+    sequence.cache.mirrors.append(Elsewhere(sequence))
+    store.give(sequence)
+    assert sequence.cache.mirrors == []
+    assert some.serve(store, IDS[:701]) == 700
+    store.close()
+    assert some.serve(some.open(), IDS[:702]) == 701
+
+
 def test_short_and_long_sequences_do_not_mix(stores: Callable[..., Stores]) -> None:
     """Where a model computes long sequences otherwise, from their first token on."""
     some = stores(limit=LIMIT)
@@ -202,6 +232,36 @@ def test_memory_does_not_grow_because_of_the_disk(stores: Callable[..., Stores])
     some.serve(store, IDS[:900])
     store.close()
     assert some.serve(some.open(), IDS[:901]) == 900
+
+
+def test_what_was_read_can_be_come_back_to(stores: Callable[..., Stores]) -> None:
+    some = stores(RECURRENT)
+    store = some.open()
+    some.serve(store, IDS[:1000])
+    store.close()
+    store = some.open()
+    assert some.serve(store, IDS[:1000] + OTHER[:50], reply=3) == 1000
+    assert some.serve(store, IDS[:1000] + OTHER[50:90]) == 1000
+    assert store.status().tokens_from_ram == 1000
+
+
+def test_sequences_that_are_taken_while_they_are_written(stores: Callable[..., Stores]) -> None:
+    """What is written belongs to the tokens, though others take their place at that moment."""
+    some = stores()
+    store = some.open(ram_bytes=1)
+    for first in range(8):
+        before = store.status().disk_files
+        some.serve(store, [first, *IDS[:2500]])
+        while store.status().disk_files == before:
+            pass  # the writer has begun
+        sequence = store.take([first, *OTHER[:2500]])
+        some.read(store, sequence, [first, *OTHER[:2500]])
+        store.give(sequence)
+    store.close()
+    store = some.open()
+    for first in range(8):
+        for ids in (IDS, OTHER):
+            some.toy.check(store.take([first, *ids[:2501]]))
 
 
 # ------------------------------------------------------------------------------ any use
