@@ -68,17 +68,13 @@ def ask(page: Page, text: str, longest: int = 16) -> None:
 
 
 def ready(page: Page) -> None:
-    page.wait_for_selector("#pill:text-is('ready')")
+    page.wait_for_selector("#pill:has-text('ready')")
 
 
 def until(page: Page, condition: str) -> None:
     """Wait until a JavaScript expression holds (the page's policy forbids Playwright's own way)."""
-    page.evaluate(
-        """async () => {
-            while (!(%s)) await new Promise(resolve => setTimeout(resolve, 50));
-        }"""
-        % condition
-    )
+    pause = "await new Promise(resolve => setTimeout(resolve, 50))"
+    page.evaluate(f"async () => {{ while (!({condition})) {pause}; }}")
 
 
 def test_a_conversation(server: ServerProcess, open_page: Any) -> None:
@@ -144,7 +140,7 @@ def test_the_map_of_experts(server: ServerProcess, open_page: Any) -> None:
     until(page, "cells !== null && [...cells].some(cell => (cell & 63) > 0)")
     in_ram = page.evaluate("[...cells].filter(cell => cell >> 6 === RAM).length")
     assert page.evaluate("cells.length") == layers * count
-    assert f"{in_ram} in RAM" in page.inner_text("#tiers")
+    assert f"{in_ram} in RAM" in page.text_content("#tiers")
     # What is painted is what was told.
     for number in (0, layers * count - 1):
         painted = page.evaluate(
@@ -234,6 +230,7 @@ def test_a_server_that_wants_a_key(qwen: Path, tmp_path: Path, open_page: Any) -
         ready(page)
         ask(page, "Hi")
         page.wait_for_selector(".assistant .facts:text-matches('tokens')")
+        page.close()
 
 
 def test_all_can_be_reached_with_the_keyboard(server: ServerProcess, open_page: Any) -> None:
