@@ -2,7 +2,7 @@
 // KV cache and attention over it. Strides are in floats; rows are tokens, or heads of tokens.
 #include "common.cuh"
 
-#define MAX_HEAD 256 // dimensions of a head, at most (deviceops.py asks)
+#define MAX_HEAD 256 // dimensions of a head, at most (placement.py asks)
 #define TILE 128     // keys of one softmax step, and threads of an attention block
 #define MASKED -1e38f
 #define NOTHING_SEEN -1e30f // above MASKED: a row with every key masked gets weights of 0
@@ -154,9 +154,8 @@ template <int HALF> DEVICE void store_kv(u64 base, u64 element, float x) {
 
 // Write k and v. grid = (pieces of heads * (d_k + padded d_v), most tokens of a slice, slices)
 template <int HALF>
-DEVICE void append(const float* k, int k_stride, const float* v,
-                                              int v_stride, int heads, int dk, int dv,
-                                              const Slice* slices, const Place* places) {
+DEVICE void append(const float* k, int k_stride, const float* v, int v_stride, int heads, int dk,
+                   int dv, const Slice* slices, const Place* places) {
     int padded = (dv + 15) / 16 * 16, i = COLUMN;
     Slice slice = slices[blockIdx.z];
     if (i >= heads * (dk + padded) || (int)blockIdx.y >= slice.tokens) return;
@@ -198,13 +197,12 @@ DEVICE int last_hidden(int position, int window, int chunk) {
 // With one share rows are written to `out`; with more maximum, sum and weighted values of every
 // share to partial [token * heads + head][share][2 + d_v], for attention_reduce.
 template <int HALF, int ROWS>
-DEVICE void attend(const float* q, int q_stride, float* out,
-                                              int out_stride, const Slice* slices,
-                                              const Place* places, int row_blocks, int most, int group,
-                                              int dk, int dv, float factor, int window, int chunk,
-                                              const float* sinks, float* partial) {
-    __shared__ float queries[MAX_HEAD * ROWS]; // [d][row]
-    __shared__ float weights[ROWS * TILE];     // scores, then weights; at last sums of key groups
+DEVICE void attend(const float* q, int q_stride, float* out, int out_stride, const Slice* slices,
+                   const Place* places, int row_blocks, int most, int group, int dk, int dv,
+                   float factor, int window, int chunk, const float* sinks, float* partial) {
+    constexpr int APART = ROWS == 8 ? 12 : ROWS; // of keys: 16-byte loads, few bank conflicts
+    __align__(16) __shared__ float queries[MAX_HEAD * ROWS]; // [d][row]
+    __align__(16) __shared__ float weights[TILE * APART];    // [key][row]: scores, then weights
     __shared__ float largest[ROWS], total[ROWS], past[ROWS];
     const int thread = threadIdx.x, padded = (dv + 15) / 16 * 16;
     const int head = blockIdx.x / row_blocks, first = blockIdx.x % row_blocks * ROWS;
@@ -260,15 +258,16 @@ DEVICE void attend(const float* q, int q_stride, float* out,
         for (int r = 0; r < ROWS; r++) {
             int position = slice.position + (first + (r < rows ? r : rows - 1)) / group;
             bool seen = key < stop && key <= position && key > last_hidden(position, window, chunk);
-            weights[r * TILE + thread] = seen ? score[r] : MASKED;
+            weights[thread * APART + r] = seen ? score[r] : MASKED;
         }
         __syncthreads();
         for (int r = thread / WARP; r < ROWS; r += TILE / WARP) {
-            float* row = weights + r * TILE;
+            float* row = weights + r;
             float before = largest[r], best = before, sum = 0.0f;
-            for (int i = thread % WARP; i < TILE; i += WARP) best = fmaxf(best, row[i]);
+            for (int i = thread % WARP; i < TILE; i += WARP) best = fmaxf(best, row[i * APART]);
             best = largest_of_warp(best);
-            for (int i = thread % WARP; i < TILE; i += WARP) sum += row[i] = expf(row[i] - best);
+            for (int i = thread % WARP; i < TILE; i += WARP)
+                sum += row[i * APART] = expf(row[i * APART] - best);
             sum = sum_of_warp(sum);
             if (thread % WARP == 0) {
                 largest[r] = best;
@@ -285,7 +284,7 @@ DEVICE void attend(const float* q, int q_stride, float* out,
                 u64 at = base + j < ring ? base + j : base + j - ring;
                 float v = load_kv<HALF>(values, at * padded + d0);
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) sum0[r] = fmaf(weights[r * TILE + j], v, sum0[r]);
+                for (int r = 0; r < ROWS; r++) sum0[r] = fmaf(weights[j * APART + r], v, sum0[r]);
             }
         }
         if (second_used) {
@@ -294,13 +293,13 @@ DEVICE void attend(const float* q, int q_stride, float* out,
                 u64 at = base + j < ring ? base + j : base + j - ring;
                 float v = load_kv<HALF>(values, at * padded + d1);
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) sum1[r] = fmaf(weights[r * TILE + j], v, sum1[r]);
+                for (int r = 0; r < ROWS; r++) sum1[r] = fmaf(weights[j * APART + r], v, sum1[r]);
             }
         }
     }
 
     __syncthreads();
-    for (int r = 0; r < ROWS; r++) weights[r * TILE + thread] = sum0[r];
+    for (int r = 0; r < ROWS; r++) weights[thread * APART + r] = sum0[r]; // of a group of keys
     __syncthreads();
     for (int r = 0; r < rows; r++) {
         const u64 row = slice.first + (first + r) / group;
@@ -315,7 +314,7 @@ DEVICE void attend(const float* q, int q_stride, float* out,
         }
         if (thread < padded && thread < dv) {
             float sum = 0.0f;
-            for (int g = 0; g < groups; g++) sum += weights[r * TILE + g * padded + thread];
+            for (int g = 0; g < groups; g++) sum += weights[(g * padded + thread) * APART + r];
             target[thread] = sum / divisor;
         }
         if (second_used && d1 < dv) target[d1] = sum1[r] / divisor;
