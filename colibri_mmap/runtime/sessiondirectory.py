@@ -1,8 +1,9 @@
 """The session files of one model in a directory: found by tokens, bounded in size.
 
-Every model has a folder of its own, the bound is that of all together. A file's time of change says
-when it was last used; the parts of one sequence differ by microseconds, later ones being older, so
-that a sequence is forgotten from its end. Nothing here raises because of a disk or a bad file.
+Every model has a folder of its own; the bound is that of all together, and a little more if several
+processes write at the same time. A file's time of change says when it was last used; the parts of
+one sequence differ by microseconds, later ones being older, so that a sequence is forgotten from
+its end. Nothing here raises because of a disk or a bad file.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .snapshots import Bytes
 
 _NAME = re.compile(rf"(span|edge)-\d+-[0-9a-f]{{32}}{re.escape(SUFFIX)}")
 _FOLDER = re.compile("[0-9a-f]{32}")
+_UNSEEN = 32  # of the bound, the part by which several processes may exceed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class SessionDirectory:
         self._folder = directory / self._model.hex()
         self._lock = threading.Lock()
         self._children: dict[bytes, list[Part]] = {}  # by parent
+        self._room = 0  # bytes that may be written before files are looked for again
         self._complained = False
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -195,25 +198,27 @@ class SessionDirectory:
         """Time of last use (ns), size and path of every session file, of any model."""
         for folder in _entries(self._directory):
             if _FOLDER.fullmatch(folder.name):
-                for entry in _entries(folder):
+                for entry in _entries(Path(folder)):
                     if _NAME.fullmatch(entry.name):
-                        try:
+                        with contextlib.suppress(FileNotFoundError):
                             status = entry.stat()
-                        except FileNotFoundError:
-                            continue
-                        yield status.st_mtime_ns, status.st_size, entry
+                            yield status.st_mtime_ns, status.st_size, Path(entry)
 
     def _make_room(self, nbytes: int, stamp: int) -> bool:
         """Remove files that were last used before `stamp`, oldest first, as far as needed."""
-        files = sorted(self._files())
-        excess = sum(size for _, size, _ in files) + nbytes - self._most_bytes
-        for used, size, path in files:
-            if excess <= 0 or used >= stamp:
-                break
-            path.unlink(missing_ok=True)
-            self._forget_name(path.name)
-            excess -= size
-        return excess <= 0
+        if nbytes > self._room:
+            files = sorted(self._files())
+            excess = sum(size for _, size, _ in files) + nbytes - self._most_bytes
+            for used, size, path in files:
+                if excess <= 0 or used >= stamp:
+                    break
+                path.unlink(missing_ok=True)
+                self._forget_name(path.name)
+                excess -= size
+            # Some of what is free is not looked for again: other processes write here too.
+            self._room = min(nbytes - excess, nbytes + self._most_bytes // _UNSEEN)
+        self._room -= nbytes
+        return self._room >= 0
 
     def _touch(self, part: Part, used_ns: int) -> None:
         stamp = _stamp(part, used_ns)
@@ -259,9 +264,10 @@ def _contains(part: Part, other: Part) -> bool:
     )
 
 
-def _entries(folder: Path) -> list[Path]:
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
     """What a folder holds; nothing if it is no folder or cannot be read."""
     try:
-        return list(folder.iterdir())
+        with os.scandir(folder) as entries:
+            return list(entries)
     except OSError:
         return []

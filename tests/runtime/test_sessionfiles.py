@@ -170,7 +170,7 @@ def test_two_processes_with_one_directory(stores: MakeStores) -> None:
             some.serve(store, [n, round // 2, *IDS[:900]])
     for store in pair:
         store.close()
-        assert store.status().disk_bytes <= 2 * one
+        assert store.status().disk_bytes <= 2 * one * (1 + 1 / 32)
     assert some.notices == []
 
 
