@@ -7,18 +7,21 @@ context. The rest of the memory holds experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import ResourceError
+from ..format.gguf import GGUF
 from .device import DeviceBackend
 from .devicekernels import CLAMPED_SWIGLU, SILU, ExpertShape
 from .experts import ExpertStore
 from .kernels import elementwise
 from .kv import STEP_TOKENS, cache_bytes
 from .layers import Decoder
-from .models import Model
+from .models import Model, load_model
 from .offload import Offload
 from .ops import Ops
 from .placement import (
@@ -30,6 +33,7 @@ from .placement import (
     weight_types,
 )
 from .policy import Key
+from .pool import Pool
 from .slots import ExpertReader
 from .sources import ExpertNumbers
 from .usage import Usage, load_usage
@@ -52,6 +56,18 @@ class DeviceReport:
     experts: int
     experts_in_all: int
     plan: VramPlan
+
+
+class DevicePlan(NamedTuple):
+    """What a model would have on a device: the last `layers` of its `blocks`, and what takes room.
+
+    `obstacle`: why more blocks cannot run there, whatever the room; empty if all can.
+    """
+
+    plan: VramPlan
+    layers: int
+    blocks: int
+    obstacle: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +127,11 @@ def open_vram_tier(
     `context` tokens are planned for; `pinned`: (layer, expert) that stay; `learn`: begin with the
     experts that were used most so far.
     """
-    shapes, reader = _expert_shapes(store), None
-    if shapes:
-        numbers = ExpertNumbers(tuple(shapes), max(store.layers[n].count for n in shapes))
-        places = {layer: weights.expert_layers[layer] for layer in shapes}
-        reader = ExpertReader(numbers, places, [file.fd for file in weights.files])
-    demand = _Demand(
-        model=model if isinstance(model, Decoder) else None,
-        experts=0 if reader is None else int(reader.sizes.sum()),
-        scratch=_offload_scratch(weights, shapes),
-        context=context,
-        kv_type=kv_type,
-    )
-    plan, layers = _divide(backend, demand, settings)
-    trunk, offload, notices = None, None, list(plan.notices)
-    if settings.gpu_layers is not None and layers < settings.gpu_layers:
-        notices.append(demand.why_not(settings.gpu_layers))
+    shapes = _expert_shapes(store)
+    reader = _reader(weights, store, shapes)
+    demand = _Demand.of(weights, model, shapes, reader, context, kv_type)
+    plan, layers = _divide(*backend.memory_info(), demand, settings)
+    trunk, offload = None, None
     try:
         if layers:
             assert demand.model is not None
@@ -146,7 +151,7 @@ def open_vram_tier(
         if trunk is not None:
             trunk.close()
         raise
-    return VramTier(backend, plan, trunk, offload, tuple(notices))
+    return VramTier(backend, plan, trunk, offload, plan.notices)
 
 
 def _open_cache(
@@ -166,6 +171,24 @@ def _open_cache(
     return cache
 
 
+def plan_device(
+    gguf: GGUF, free: int, total: int, settings: VramSettings, *, context: int, kv_type: str
+) -> DevicePlan:
+    """What `open_vram_tier` would do with a device of which `free` of `total` bytes are not in use.
+
+    No weights are read. ResourceError where it would fail, UnsupportedError for the model.
+    """
+    with closing(Weights(gguf)) as weights, closing(Pool(1)) as pool:
+        ops = Ops(pool, "int8")
+        store = ExpertStore(ops)
+        model = load_model(weights, ops, store)
+        shapes = _expert_shapes(store)
+        reader = _reader(weights, store, shapes)
+        demand = _Demand.of(weights, model, shapes, reader, context, kv_type)
+        plan, layers = _divide(free, total, demand, settings)
+        return DevicePlan(plan, layers, len(model.kv_shapes), demand.obstacle)
+
+
 @dataclass(frozen=True, slots=True)
 class _Demand:
     """What a model could use of a device; bytes but for `context`."""
@@ -176,19 +199,42 @@ class _Demand:
     context: int
     kv_type: str
 
+    @classmethod
+    def of(
+        cls,
+        weights: Weights,
+        model: Model,
+        shapes: Mapping[int, ExpertShape],
+        reader: ExpertReader | None,
+        context: int,
+        kv_type: str,
+    ) -> _Demand:
+        """What a model could use whose experts of these shapes the device can compute."""
+        return cls(
+            model=model if isinstance(model, Decoder) else None,
+            experts=0 if reader is None else int(reader.sizes.sum()),
+            scratch=_offload_scratch(weights, shapes),
+            context=context,
+            kv_type=kv_type,
+        )
+
     @property
     def layers(self) -> int:
         """How many of the last blocks the device can run."""
         return 0 if self.model is None else supported_layers(self.model).layers
 
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot run more of them; empty if it can run all."""
+        if self.model is None:
+            return "this architecture runs on the CPU only"
+        return supported_layers(self.model).reason
+
     def why_not(self, layers: int) -> str:
         """Why it cannot run that many."""
-        assert self.model is not None
-        supported = supported_layers(self.model)
-        return (
-            f"--gpu-layers {layers}: {supported.layers} of {len(self.model.blk)} layers run on the "
-            f"GPU{supported.reason and f' ({supported.reason})'}"
-        )
+        blocks = 0 if self.model is None else len(self.model.blk)
+        reason = self.obstacle and f" ({self.obstacle})"
+        return f"--gpu-layers {layers}: {self.layers} of {blocks} layers run on the GPU{reason}"
 
     def kernels(self, layers: int, shapes: Mapping[int, ExpertShape]) -> Iterator[str]:
         """One kernel of every module that is needed with `layers` blocks on the device."""
@@ -213,11 +259,8 @@ class _Demand:
         return needed.weights + head, kv, scratch_bytes(self.model, layers)
 
 
-def _divide(
-    backend: DeviceBackend, demand: _Demand, settings: VramSettings
-) -> tuple[VramPlan, int]:
+def _divide(free: int, total: int, demand: _Demand, settings: VramSettings) -> tuple[VramPlan, int]:
     """The plan and the number of blocks: as many as were asked for, or as fit."""
-    free, total = backend.memory_info()
     most = demand.layers
     if settings.gpu_layers is not None:
         most = min(most, settings.gpu_layers)
@@ -238,8 +281,22 @@ def _divide(
             if layers == least:
                 raise
         else:
+            if settings.gpu_layers is not None and layers < settings.gpu_layers:
+                why = demand.why_not(settings.gpu_layers)
+                plan = replace(plan, notices=(*plan.notices, why))
             return plan, layers
     raise AssertionError("the last plan was made or raised")
+
+
+def _reader(
+    weights: Weights, store: ExpertStore, shapes: Mapping[int, ExpertShape]
+) -> ExpertReader | None:
+    """What reads the experts of these layers; None if there are none."""
+    if not shapes:
+        return None
+    numbers = ExpertNumbers(tuple(shapes), max(store.layers[n].count for n in shapes))
+    places = {layer: weights.expert_layers[layer] for layer in shapes}
+    return ExpertReader(numbers, places, [file.fd for file in weights.files])
 
 
 def _expert_shapes(store: ExpertStore) -> dict[int, ExpertShape]:
