@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from colibri_mmap.cli.console import messages, printable
-from colibri_mmap.cli.quantities import byte_size
+from colibri_mmap.quantities import byte_size
 from colibri_mmap.errors import ArgumentError, ColibriError
 from colibri_mmap.runtime.budget import parse_size
 from colibri_mmap.runtime.replay import POLICY_NAMES, PolicyName, ReplayResult, replay

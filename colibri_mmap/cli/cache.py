@@ -50,7 +50,7 @@ def show(context: typer.Context) -> None:
     from rich.table import Table
 
     from colibri_mmap.cli.console import printable, results
-    from colibri_mmap.cli.quantities import byte_size
+    from colibri_mmap.quantities import byte_size
 
     table = Table.grid(padding=(0, 3))
     for kept in _kinds():
@@ -72,7 +72,7 @@ def clear(
     KIND is kernels, usage, profiles or sessions. Sessions are only deleted when they are named.
     """
     from colibri_mmap.cli.console import results
-    from colibri_mmap.cli.quantities import byte_size
+    from colibri_mmap.quantities import byte_size
 
     chosen = set(kinds or set(Kind) - {Kind.SESSIONS})
     for kept in _kinds():

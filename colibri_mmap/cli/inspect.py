@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from colibri_mmap.cli import options
-from colibri_mmap.cli.quantities import byte_size, count
+from colibri_mmap.quantities import byte_size, count
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from colibri_mmap.cli import options
-from colibri_mmap.cli.quantities import byte_size
+from colibri_mmap.quantities import byte_size
 from colibri_mmap.errors import ArgumentError, FormatError
 
 NAMED = 3  # damaged parts that the error of `verify` names

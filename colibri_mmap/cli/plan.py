@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colibri_mmap.cli import options
-from colibri_mmap.cli.quantities import byte_size, speed
+from colibri_mmap.quantities import byte_size, speed
 
 if TYPE_CHECKING:
     from rich.table import Table

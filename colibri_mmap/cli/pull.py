@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from colibri_mmap.cli import options
-from colibri_mmap.cli.quantities import byte_size
+from colibri_mmap.quantities import byte_size
 from colibri_mmap.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from colibri_mmap.cli import options
-from colibri_mmap.cli.quantities import speed
+from colibri_mmap.quantities import speed
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,6 +16,7 @@ from ..errors import ColibriError
 from ..format.describe import describe
 from ..format.experts import expert_layers
 from ..format.gguf import GGUF
+from ..quantities import byte_size
 from .device import probe
 from .diskspeed import DiskProbe
 from .limits import MemoryLimits, memory_limits
@@ -121,7 +122,7 @@ def _kernels(gguf: GGUF | None) -> Finding:
 def _memory(limits: MemoryLimits) -> Finding:
     return _finding(
         "memory",
-        f"{limits.available / 1e9:.1f} GB of {limits.total / 1e9:.1f} GB can be used, "
+        f"{byte_size(limits.available)} of {byte_size(limits.total)} can be used, "
         f"limited by {limits.source}",
     )
 
@@ -129,7 +130,7 @@ def _memory(limits: MemoryLimits) -> Finding:
 def _swap() -> Finding:
     used = swap_in_use()
     advice = "close other programs: swapping takes the disk from the model"
-    text = f"{used / 1e9:.1f} GB in use" if used > _MUCH_SWAP else "hardly in use"
+    text = f"{byte_size(used)} in use" if used > _MUCH_SWAP else "hardly in use"
     return _finding("swap", text, advice if used > _MUCH_SWAP else "")
 
 
@@ -147,7 +148,7 @@ def _graphics() -> Finding:
     found, cards = probe(), graphics_cards()
     if not isinstance(found, str):
         free, total = found.memory_info()
-        text = f"{found.name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        text = f"{found.name}, {byte_size(free)} of {byte_size(total)} free"
         found.close()
         return _finding("GPU", text)
     if not cards:
@@ -176,7 +177,7 @@ def _fit(gguf: GGUF, limits: MemoryLimits) -> Finding:
 
 def _locking(gguf: GGUF, limits: MemoryLimits) -> Finding:
     nbytes = sum(part.nbytes for part in resident_trunk(gguf, expert_layers(gguf), limits))
-    text = f"{nbytes / 1e6:.0f} MB are used by every token"
+    text = f"{byte_size(nbytes)} are used by every token"
     if may_lock(nbytes):
         return _finding("locking", f"{text} and may be locked in memory")
     advice = "raise the limit with ulimit -l or LimitMEMLOCK, which keeps them from being evicted"
@@ -240,8 +241,8 @@ def _disk(gguf: GGUF) -> Finding:
     except ColibriError as error:
         return _finding("disk", "not measured", str(error))
     text = (
-        f"{one / 1e9:.2f} GB/s in random reads of {size / 1e6:.2g} MB, "
-        f"{four / 1e9:.2f} GB/s with four at a time"
+        f"{byte_size(one)}/s in random reads of {byte_size(size)}, {byte_size(four)}/s with four at "
+        "a time"
     )
     slow = max(one, four) < _SLOW_DISK and size >= _TELLING_READ
     advice = "an NVMe drive is several times faster, and so is a model that does not fit in memory"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import ArgumentError
 from ..format.experts import ExpertLayer
 from ..format.gguf import GGUF
+from ..quantities import byte_size
 from .budget import MemoryPlan, parse_size, plan_memory
 from .learning import Learning
 from .limits import MemoryLimits, memory_limits
@@ -93,7 +94,7 @@ class RamTier:
             return self.opening_notices
         return (
             *self.opening_notices,
-            f"the {self.plan.trunk_bytes / 1e6:.0f} MB of weights that every token uses cannot be "
+            f"the {byte_size(self.plan.trunk_bytes)} of weights that every token uses cannot be "
             "locked in memory; raise the limit with ulimit -l or LimitMEMLOCK to keep them there",
         )
 

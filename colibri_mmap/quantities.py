@@ -1,4 +1,4 @@
-"""Large numbers as people read them: three digits and a unit."""
+"""Large numbers as people read them: three digits and a unit. For every layer."""
 
 from __future__ import annotations
 
