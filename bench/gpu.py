@@ -65,12 +65,9 @@ MODELS = (
 class Card:
     """The device with its kernels, and a clock: the GPU's own, or the host's for a rehearsal."""
 
-    def __init__(self) -> None:
-        found = probe()
-        if isinstance(found, str):
-            raise SystemExit(f"no GPU: {found}")
-        self.device: Any = found
-        self.kernels = DeviceKernels(found)
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.kernels = DeviceKernels(device)
         self._graphs: list[Any] = []
 
     def seconds(self, work: Callable[[], object], atleast: float) -> float:
@@ -121,9 +118,12 @@ class Card:
     def random_bytes(self, nbytes: int) -> Any:
         """Device memory of any content."""
         memory = self.device.allocate(nbytes)
-        piece = np.random.default_rng(1).integers(0, 256, 8 << 20, np.uint8)
-        for start in range(0, nbytes, piece.nbytes):
-            self.upload(memory.address + start, piece[: min(piece.nbytes, nbytes - start)])
+        filled = min(nbytes, 32 << 20)
+        self.upload(memory.address, np.random.default_rng(1).integers(0, 256, filled, np.uint8))
+        while filled < nbytes:
+            more = min(filled, nbytes - filled)
+            self.copy(memory.address + filled, memory.address, more)
+            filled += more
         return memory
 
 
@@ -298,7 +298,10 @@ def main() -> None:
     parser.add_argument("--model", default="", help="only those whose name contains this")
     options = parser.parse_args()
     start = time.perf_counter()
-    card = Card()
+    found = probe()
+    if isinstance(found, str):
+        raise SystemExit(f"no GPU: {found}")
+    card = Card(found)
     print(f"{card.device.name}, ready after {time.perf_counter() - start:.1f} s")
     for name in options.section or SECTIONS:
         print(f"{name}:")

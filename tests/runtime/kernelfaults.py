@@ -39,7 +39,7 @@ FAULTS = {
         "of_warp[threadIdx.y] = largest;",
     ),
     "largest of half a block": _rows("i < blockDim.y; i++) largest", "i < 4; i++) largest"),
-    "combining without weights": _rows("weights[e] * y", "y"),
+    "combining without weights": _rows("sum += weights[e] * y", "sum += y"),
     "combining adds to nothing": _rows("float sum = add ? *to : 0.0f", "float sum = 0.0f"),
     "combining other pairs": _rows("(u64)row[e] * width", "(u64)e * width"),
     # what all types share
@@ -165,4 +165,6 @@ def with_fault(name: str) -> dict[str, CudaModule]:
     start = module.source.index(fault.behind)
     before, text = module.source[:start], module.source[start:]
     assert fault.old in text, f"{name}: the text has changed"
+    line = text[: text.index(fault.old)].rsplit("\n", 1)[-1]
+    assert "//" not in line, f"{name}: a comment"
     return {module.name: replace(module, source=before + text.replace(fault.old, fault.new, 1))}
