@@ -69,7 +69,13 @@ def test_the_model_unused_for_longest_makes_room(qwen: Path, mixtral: Path) -> N
 
 
 def test_a_model_is_not_closed_under_a_request(qwen: Path, mixtral: Path) -> None:
-    long = {**BODY, "model": "a", "max_tokens": 1500, "stream": True, "logit_bias": {"1": -100}}
+    long = {
+        **BODY,
+        "model": "a",
+        "max_tokens": 1500,
+        "stream": True,
+        "logit_bias": {"310": -100, "312": -100},
+    }
     with AppServer({"a": qwen, "b": mixtral}, opener()) as server, ThreadPoolExecutor() as pool:
         url = f"{server.url}/v1/chat/completions"
         with httpx.stream("POST", url, json=long, timeout=60) as stream:

@@ -27,7 +27,7 @@ CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
 SHORT = {"messages": USER, "max_tokens": 2, "temperature": 0}
 # End tokens of the small model do not come: it talks until the context is full.
-LONG = {**SHORT, "max_tokens": 4000, "logit_bias": {"256": -100, "257": -100, "258": -100}}
+LONG = {**SHORT, "max_tokens": 4000, "logit_bias": {"310": -100, "312": -100}}
 
 
 @contextmanager
@@ -37,6 +37,8 @@ def serving(state: Path, *arguments: str | Path, **variables: str) -> Iterator[S
         yield server
 
 
+QUEUED = ("colibri_queued_requests", "qwen")
+ACTIVE = ("colibri_active_sequences", "qwen")
 CANCELLED = ("colibri_replies_total", "cancelled")
 GENERATED = ("colibri_tokens_total", "generated")
 
@@ -51,12 +53,10 @@ def figures(server: ServerProcess, **headers: str) -> dict[tuple[str, ...], floa
     }
 
 
-def wait_until_idle(server: ServerProcess) -> None:
-    """Wait until the server works on nothing."""
+def wait_until_idle(server: ServerProcess, working: int = 0) -> None:
+    """Wait until nobody is waiting and the server works on so many replies only."""
     deadline = time.monotonic() + 30
-    while (now := figures(server))[("colibri_active_sequences", "qwen")] or now[
-        ("colibri_queued_requests", "qwen")
-    ]:
+    while (now := figures(server))[QUEUED] or now[ACTIVE] > working:
         assert time.monotonic() < deadline, "the server is still working"
         time.sleep(0.01)
 
@@ -135,9 +135,12 @@ def test_a_client_that_leaves_frees_its_place(narrow: ServerProcess, stream: boo
     url = narrow.url + CHAT
     before = figures(narrow)
     with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=60) as running:
-        next(running.iter_lines())
+        lines = running.iter_lines()  # the stream is closed with its iterator
+        next(lines)
         leave(url, stream)  # from the queue
+        wait_until_idle(narrow, working=1)
         leave(url, stream)  # there is room in the queue again
+        wait_until_idle(narrow, working=1)
     wait_until_idle(narrow)
     leave(url, stream)  # while its reply is made
     wait_until_idle(narrow)
