@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from colibri_mmap.runtime.ram import anonymous_bytes
 from .hosting import Hosting, Place
 from .loaded import LoadedModel
 from .problems import ApiError, encode_json
+
+if TYPE_CHECKING:
+    from colibri_mmap.runtime.vramtier import DeviceReport
 
 TICK_SECONDS = 0.2
 MAP_SECONDS = 1.0
@@ -206,7 +209,7 @@ def described(place: Place) -> dict[str, Any]:
     if place.model is None:
         return document
     engine, view = place.model.engine, place.model.engine.expert_view()
-    plan, gpu = engine.memory_plan, engine.device_report()
+    plan = engine.memory_plan
     return {
         **document,
         "name": engine.gguf.str("general.name", ""),
@@ -221,7 +224,7 @@ def described(place: Place) -> dict[str, Any]:
             "trunk": plan.trunk_bytes,
             "experts": plan.expert_budget,
         },
-        "gpu": gpu and {"name": gpu.name, "bytes": gpu.total_bytes, "layers": gpu.layers},
+        "gpu": _device(engine.device_report()),
     }
 
 
@@ -231,6 +234,19 @@ def _geometry(view: ExpertView) -> dict[str, Any]:
         "count": view.count,
         "used": view.used_per_token,
         "sizes": view.sizes[:, 0].tolist(),
+    }
+
+
+def _device(report: DeviceReport | None) -> dict[str, Any] | None:
+    """What is on a GPU besides experts, if there is one."""
+    if report is None:
+        return None
+    return {
+        "name": report.name,
+        "bytes": report.total_bytes,
+        "layers": report.layers,
+        "trunk": report.plan.trunk_bytes,
+        "work": report.plan.kv_bytes + report.plan.scratch_bytes,
     }
 
 
