@@ -27,16 +27,24 @@ def _server(*names: str, **settings: Any) -> Any:
 
 
 def serve(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME=]MODEL",
+            help=f"{options.MODEL_HELP} The first is opened at once.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "-m",
             "--model",
-            metavar="[NAME=]PATH|NAME",
-            help=f"{options.MODEL_HELP} Repeatable; the first is opened at once.",
+            metavar="[NAME=]MODEL",
+            help="The same as an option (repeatable).",
             rich_help_panel="Model",
         ),
-    ],
+    ] = None,
     host: Annotated[
         str, _server("--host", metavar="HOST", help="Address to listen on.")
     ] = "127.0.0.1",
@@ -111,7 +119,7 @@ def serve(
 
     /v1/chat/completions, /v1/completions and /v1/models are OpenAI's, /v1/messages is Anthropic's.
     """
-    specs = _specs(model, alias or ())
+    specs = _specs([*(models or ()), *(model or ())], alias or ())
     keys = [key for key in api_key or () if key]
     if len(keys) < len(api_key or ()):
         raise ArgumentError("--api-key must not be empty")
@@ -161,6 +169,7 @@ def serve(
             memory=memory,
             gpu=gpu,
             profile=not no_profile,
+            parallel=parallel,
             progress=progress,
         )
 
@@ -186,10 +195,13 @@ def serve(
 
 
 def _specs(models: Sequence[str], aliases: Sequence[str]) -> list[ModelSpec]:
-    """The files that -m means, each checked as far as opening it is cheap, and their names."""
+    """The files that are meant, each checked as far as opening it is cheap, and their names."""
     from colibri_mmap.format.gguf import open_gguf
     from colibri_mmap.server.hosting import ModelSpec
 
+    if not models:
+        hint = "name a GGUF file or a pulled model; `colibri-mmap list` shows those"
+        raise typer.BadParameter(hint, param_hint="'MODEL'")
     specs: list[ModelSpec] = []
     taken: set[str] = set()
     for text in models:
@@ -198,7 +210,7 @@ def _specs(models: Sequence[str], aliases: Sequence[str]) -> list[ModelSpec]:
         names += () if specs else tuple(aliases)
         for each in names:
             if each in taken:
-                raise ArgumentError(f"two models are called {each}: name them, as in -m NAME=PATH")
+                raise ArgumentError(f"two models are called {each}: name them, as in NAME=MODEL")
             taken.add(each)
         specs.append(ModelSpec(path, names, int(gguf.path.stat().st_mtime)))
     return specs
@@ -206,10 +218,12 @@ def _specs(models: Sequence[str], aliases: Sequence[str]) -> list[ModelSpec]:
 
 def _named(text: str) -> tuple[tuple[str, ...], Path]:
     """Names and file of one -m: a given one, or the file's, and what a pulled model is called."""
+    from colibri_mmap.runtime.modelstore import resolve_model
+
     name, equals, rest = text.partition("=")
     if equals and name and "/" not in name and not Path(text).exists():
-        return (name,), options.model_file(rest)
-    path = options.model_file(text)
+        return (name,), resolve_model(rest)
+    path = resolve_model(text)
     return (_default_name(path), *(() if Path(text).exists() else (text,))), path
 
 
