@@ -7,6 +7,7 @@ launches with them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,11 +39,9 @@ from .rope import Rope, RopeFrequencies
 from .trunkkernels import AttentionGrid, Slices
 from .weights import Matrix, Vector
 
-FEW = 16  # tokens, whose launches are kept
-_FORMS = (1, 32, 256)  # of activations, by the weights in a block
+FEW = 16  # rows: their launches are kept, and no float32 copy of weights is made for them
+_MOST_KEPT = 4096  # pieces of work, of which a block has two or three for every shape of batch
 PANEL_BYTES = 64 << 20  # float32 weights that many tokens are multiplied with at a time
-
-Launches = Sequence[KernelLaunch]
 
 
 @dataclass(slots=True)
@@ -52,19 +51,18 @@ class _Kept:
     `again` gives them to the device as one, once it was asked for.
     """
 
-    launches: Launches
+    launches: list[KernelLaunch]
     mark: tuple[int, int]
     result: object
     again: Callable[[], None] | None = None
 
 
-class Recorder:
-    """In place of a device, for launches that are kept."""
+class _Launcher:
+    """A device as far as kernels are launched on it, which are noted while there is a `tape`."""
 
-    compute: Stream = None
-
-    def __init__(self) -> None:
-        self.launches: list[KernelLaunch] = []
+    def __init__(self, backend: DeviceBackend) -> None:
+        self._backend, self.compute = backend, backend.compute
+        self.tape: list[KernelLaunch] | None = None
 
     def launch(
         self,
@@ -74,12 +72,9 @@ class Recorder:
         arguments: Sequence[int | float],
         stream: Stream,
     ) -> None:
-        self.launches.append(KernelLaunch(kernel, grid, block, tuple(arguments)))
-
-    def take(self) -> Launches:
-        """What was recorded since this was last asked."""
-        taken, self.launches = self.launches, []
-        return taken
+        self._backend.launch(kernel, grid, block, arguments, stream)
+        if self.tape is not None:
+            self.tape.append(KernelLaunch(kernel, grid, block, tuple(arguments)))
 
 
 class DeviceOps:
@@ -96,13 +91,10 @@ class DeviceOps:
         self._placed = placed
         self._layers = {layer: index for index, layer in enumerate(layers)}
         self._uploads, self._downloads = UploadRing(backend), Downloads(backend, cpu.arena)
-        self._recorder = Recorder()
-        self._recorded = DeviceKernels(cast(DeviceBackend, self._recorder))  # it only launches
-        self._products = DeviceKernels(backend)
-        self._launches: dict[object, Launches] = {}
-        self._kept: dict[object, _Kept] = {}
-        self._tape: list[KernelLaunch] | None = None  # of what is being kept
-        self._uploaded = False  # since the tape began
+        self._launcher = _Launcher(backend)
+        self._products = DeviceKernels(cast(DeviceBackend, self._launcher))  # they only launch
+        self._kept: dict[object, _Kept] = {}  # the ones used last at the end
+        self._uploaded = False  # since a tape began
         self._caches: WeakSet[DeviceCache] = WeakSet()
         self._slices, self._places = Slices(0, 0, 0, 0), 0
         self._shape: tuple[int, ...] = ()  # of the batch, as far as launches depend on it
@@ -119,44 +111,37 @@ class DeviceOps:
         """Rows made inside are released at the end, those that were read to the host too."""
         return DeviceTemporaries(self.arena, self.cpu.arena)
 
-    def run(self, key: object | None, launches: Callable[[], Launches]) -> None:
-        """Launch kernels; with a key, which must fix every word, the launches are made once."""
-        found = self._launches.get(key) if key is not None else None
-        if found is None:
-            found = launches()
-            if key is not None:
-                self._launches[key] = found
-        if self._tape is not None:
-            self._tape += found
-        self._launch(found)
-
-    def _launch(self, launches: Launches) -> None:
-        backend = self.backend
+    def run(self, *launches: KernelLaunch) -> None:
+        """Launch kernels, in this order."""
         for kernel, grid, block, arguments in launches:
-            backend.launch(kernel, grid, block, arguments, backend.compute)
+            self._launcher.launch(kernel, grid, block, arguments, self._launcher.compute)
 
     def kept(self, what: object, x: Rows, work: Callable[[], T]) -> T:
-        """As Ops.kept: launches of few rows are made anew only for other rows or another batch.
+        """As Ops.kept, in steps of one token per sequence.
 
         Not if something was uploaded meanwhile, which differs from step to step.
         """
-        if x.count > FEW or self._tape is not None:
+        launcher, kept = self._launcher, self._kept
+        if self._slices.tokens != 1 or x.count > FEW or launcher.tape is not None:
             return work()
-        key = (what, x, self._slices.table, *self._shape, self.arena.mark())
-        known = self._kept.get(key)
+        key = (what, x, *self._shape, self.arena.mark())
+        known = kept.pop(key, None)
         if known is not None:
+            kept[key] = known
             if known.again is None:
                 known.again = self.backend.joined(known.launches)
             known.again()
             self.arena.release(known.mark)
             return cast(T, known.result)
-        self._tape, self._uploaded = [], False
+        launcher.tape, self._uploaded = [], False
         try:
             result = work()
             if not self._uploaded:
-                self._kept[key] = _Kept(self._tape, self.arena.mark(), result)
+                kept[key] = _Kept(launcher.tape, self.arena.mark(), result)
         finally:
-            self._tape = None
+            launcher.tape = None
+        if len(kept) > _MOST_KEPT:
+            del kept[next(iter(kept))]
         return result
 
     def upload(self, values: NDArray[Any]) -> Address:
@@ -183,7 +168,7 @@ class DeviceOps:
     def zeros(self, count: int, width: int) -> Rows:
         """Rows of zeros."""
         rows = self.arena.rows(count, width)
-        self.run(_key("zeros", rows), lambda: [kernels.fill_rows(rows, 0.0)])
+        self.run(kernels.fill_rows(rows, 0.0))
         return rows
 
     def vector(self, values: NDArray[np.float32]) -> Vector:
@@ -215,7 +200,7 @@ class DeviceOps:
         )
         self._places = self.upload(np.stack([cache.places for cache in caches], axis=1))
         size = AttentionGrid.size_class(self._slices)
-        self._shape = (self._slices.number, self._slices.tokens, size, self._places)
+        self._shape = (table, self._slices.number, size, self._places)
 
     def attach(self, cache: KVCache, length: int) -> None:
         """Take device memory for the first `length` tokens of a sequence; ResourceError."""
@@ -238,8 +223,7 @@ class DeviceOps:
         """As Ops.rms_norm."""
         assert x.width == weight.n
         out, at = x if in_place else self.arena.rows(x.count, x.width), self._address(weight)
-        key = ("rms_norm", x, out.address, at) if x.count <= FEW * 64 else None
-        self.run(key, lambda: [kernels.rms_norm(x, out, at, eps)])
+        self.run(kernels.rms_norm(x, out, at, eps))
         return out
 
     def layer_norm(
@@ -249,42 +233,41 @@ class DeviceOps:
         assert x.width == weight.n
         out, at = x if in_place else self.arena.rows(x.count, x.width), self._address(weight)
         shift = self._address(bias) if bias is not None else 0
-        key = _key("layer_norm", x, out.address, at)
-        self.run(key, lambda: [kernels.layer_norm(x, out, at, shift, eps)])
+        self.run(kernels.layer_norm(x, out, at, shift, eps))
         return out
 
     def scale(self, x: Rows, factors: Vector) -> None:
         """As Ops.scale."""
         assert factors.n in (1, x.count)
         at, stride = self._address(factors), 0 if factors.n == 1 else 1
-        self.run(_key("scale", x, at, stride), lambda: [kernels.scale_rows(x, at, stride)])
+        self.run(kernels.scale_rows(x, at, stride))
 
     def clamp(self, x: Rows, limit: float) -> None:
         """As Ops.clamp."""
-        self.run(_key("clamp", x, limit), lambda: [kernels.clamp_rows(x, limit)])
+        self.run(kernels.clamp_rows(x, limit))
 
     def add(self, x: Rows, y: Rows) -> None:
         """As Ops.add."""
-        self.run(_key("add", x, y), lambda: [kernels.add_rows(x, y)])
+        self.run(kernels.add_rows(x, y))
 
     def add_bias(self, x: Rows, bias: Vector) -> None:
         """As Ops.add_bias."""
         assert x.width == bias.n
         at = self._address(bias)
-        self.run(_key("add_bias", x, at), lambda: [kernels.add_bias(x, at)])
+        self.run(kernels.add_bias(x, at))
 
     def add_gated(self, x: Rows, y: Rows, gate: Rows) -> None:
         """As Ops.add_gated."""
-        self.run(_key("add_gated", x, y, gate), lambda: [kernels.add_gated(x, y, gate)])
+        self.run(kernels.add_gated(x, y, gate))
 
     def silu_mul(self, gate: Rows, up: Rows) -> Rows:
         """As Ops.silu_mul."""
-        self.run(_key("silu_mul", gate, up), lambda: [kernels.silu_mul(gate, up, gate)])
+        self.run(kernels.silu_mul(gate, up, gate))
         return gate
 
     def sigmoid_mul(self, gate: Rows, up: Rows) -> Rows:
         """As Ops.sigmoid_mul."""
-        self.run(_key("sigmoid_mul", gate, up), lambda: [kernels.sigmoid_mul(gate, up, up)])
+        self.run(kernels.sigmoid_mul(gate, up, up))
         return up
 
     def select(self, x: Rows, rows: NDArray[np.int64]) -> Rows:
@@ -292,7 +275,7 @@ class DeviceOps:
         if len(rows) == 0 or rows[-1] - rows[0] + 1 == len(rows):
             return x.part(int(rows[0]) if len(rows) else 0, len(rows))
         index, out = self.upload(rows.astype(np.int32)), self.arena.rows(len(rows), x.width)
-        self.run(None, lambda: [kernels.copy_rows(x, out, index)])
+        self.run(kernels.copy_rows(x, out, index))
         return out
 
     # -------------------------------------------------------------------------- matrix products
@@ -312,41 +295,27 @@ class DeviceOps:
             for matrix, out in zip(matrices, outs, strict=True):
                 self._multiply(x, matrix, out)
             return outs
+        packed: dict[int, Packed] = {}
         with self.arena.temporaries():
-            packings = [
-                self.arena.take(DeviceKernels.packed_bytes(x.count, x.width)) for _ in _FORMS
-            ]
-            key = ("linears", x, matrices, outs[0].address, packings[0])
-            self.run(
-                key if x.count <= FEW else None,
-                lambda: self._matvecs(x, matrices, outs, packings),
-            )
+            for matrix, out in zip(matrices, outs, strict=True):
+                form = _form(matrix.type)
+                if form not in packed:
+                    packed[form] = self._pack(x, matrix.type)
+                shape = (matrix.type, matrix.rows, matrix.columns)
+                to = (out.address, out.stride // 4)
+                self._products.matvec(self._address(matrix), *shape, packed[form], *to)
         return outs
 
-    def _matvecs(
-        self,
-        x: Rows,
-        matrices: Sequence[Matrix],
-        outs: Sequence[Rows],
-        packings: Sequence[Address],
-    ) -> Launches:
-        """`packings`: room for each form of the activations."""
-        forms: dict[int, Packed] = {}
-        record, where = self._recorded, (x.address, x.count, x.width, x.stride // 4)
-        for matrix, out in zip(matrices, outs, strict=True):
-            form = _FORMS.index(block_geometry(matrix.type)[0])
-            if form not in forms:
-                forms[form] = record.pack(matrix.type, *where, packings[form])
-            shape = (matrix.type, matrix.rows, matrix.columns)
-            to = (out.address, out.stride // 4)
-            record.matvec(self._address(matrix), *shape, forms[form], *to)
-        return self._recorder.take()
+    def _pack(self, x: Rows, type: GGMLType) -> Packed:
+        scratch = self.arena.take(DeviceKernels.packed_bytes(x.count, x.width))
+        where = (x.address, x.count, x.width, x.stride // 4)
+        return self._products.pack(type, *where, scratch)
 
     def _multiply(self, x: Rows, matrix: Matrix, out: Rows) -> None:
         """A panel of the matrix's rows at a time, where it is too large as float32."""
         assert x.gap == 0
         backend, columns = self.backend, matrix.columns
-        panel = max(1, PANEL_BYTES // (4 * columns))
+        panel = max(1, PANEL_BYTES // (4 * columns * 64)) * 64  # stays aligned
         for first in range(0, matrix.rows, panel):
             part = matrix.part(first, min(panel, matrix.rows - first))
             weights = Address(self._address(matrix) + first * matrix.row_bytes)
@@ -360,8 +329,7 @@ class DeviceOps:
                 sizes = (x.count, part.rows, columns)
                 backend.matmul(product.address, x.address, weights, *sizes, backend.compute)
                 if not whole:
-                    target = out.columns(first, part.rows)
-                    self.run(None, lambda p=product, t=target: [kernels.copy_rows(p, t)])  # type: ignore[misc]
+                    self.run(kernels.copy_rows(product, out.columns(first, part.rows)))
 
     # -------------------------------------------------------------------------- attention
     def rope_table(self, rope: RopeFrequencies, batch: Batch) -> Rope:
@@ -373,9 +341,7 @@ class DeviceOps:
     def rope(self, x: Rows, heads: int, table: Rope, *, half_split: bool, first: int = 0) -> None:
         """As Ops.rope."""
         where = Rows(x.address + 4 * first, x.count, x.width, x.gap)
-        key = _key("rope", where, heads, table[0].address, table[1].address, half_split)
-        size = x.width // heads
-        self.run(key, lambda: [kernels.rope(where, heads, size, *table, half_split=half_split)])
+        self.run(kernels.rope(where, heads, x.width // heads, *table, half_split=half_split))
 
     def attend(
         self,
@@ -397,19 +363,17 @@ class DeviceOps:
         out = self.arena.rows(q.count, heads * shape.value_size)
         extra = self._address(sinks) if sinks is not None else 0
 
-        def launches() -> Launches:
-            where = (shape, kv_type, slices, places)
-            views = (sight.window, sight.chunk)
-            attention = kernels.attention(q, out, *where, grid, partial, scale, views, extra)
-            return [kernels.append_kv(k, v, *where), *attention]
-
         with self.arena.temporaries():
             partial = self.arena.take(grid.partial_bytes(q.count, heads, shape.value_size))
-            same = (slices.table, slices.number, slices.tokens, places, grid, partial)
-            self.run(_key("attend", q, k.address, v.address, out.address, *same, layer), launches)
+            where, views = (shape, kv_type, slices, places), (sight.window, sight.chunk)
+            self.run(
+                kernels.append_kv(k, v, *where),
+                *kernels.attention(q, out, *where, grid, partial, scale, views, extra),
+            )
         return out
 
 
-def _key(name: str, x: Rows, *more: object) -> object | None:
-    """The key of a launch on few rows; launches on many are made anew."""
-    return (name, x, *more) if x.count <= FEW else None
+@functools.cache
+def _form(type: GGMLType) -> int:
+    """Matrices of types with the same number take activations rounded alike."""
+    return block_geometry(type)[0]

@@ -340,7 +340,9 @@ class Decoder:
             self._run(self.blk[on_cpu:], x, cast(Ops, device), batch)
             wanted = device.select(x, batch.wanted)
             if placed.has_head and wanted.count <= placed.head_rows:
-                return device.to_host(self._logits(wanted, device))
+                return device.to_host(
+                    device.kept(self, wanted, lambda: self._logits(wanted, device))
+                )
             wanted = device.to_host(wanted)
         return self._logits(wanted, ops)
 

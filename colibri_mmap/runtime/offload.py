@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Rows
-from .device import DeviceBackend
+from .device import DeviceBackend, Dimensions, KernelLaunch, Stream
 from .devicearena import DeviceArena, DeviceReading, Downloads, UploadRing
 from .devicekernels import DeviceKernels, ExpertShape, ExpertTables
-from .deviceops import Recorder
 from .operations import Operations
 from .ops import Ops
 from .routing import Routing
@@ -29,6 +28,30 @@ from .vram import VramCache
 
 _MOST_PAIRS = 2048  # choices computed at a time: bounds the device memory of prefill
 _PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+
+
+class _Recorder:
+    """In place of a device, for launches that are kept."""
+
+    compute: Stream = None
+
+    def __init__(self) -> None:
+        self.launches: list[KernelLaunch] = []
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Dimensions,
+        block: Dimensions,
+        arguments: Sequence[int | float],
+        stream: Stream,
+    ) -> None:
+        self.launches.append(KernelLaunch(kernel, grid, block, tuple(arguments)))
+
+    def take(self) -> list[KernelLaunch]:
+        """What was recorded since this was last asked."""
+        taken, self.launches = self.launches, []
+        return taken
 
 
 class Offload:
@@ -46,7 +69,7 @@ class Offload:
         self._backend, self._cpu, self._shapes = backend, cpu, shapes
         self._arena, self._uploads = DeviceArena(backend), UploadRing(backend)
         self._downloads = Downloads(backend, cpu.arena)
-        self._recorder = Recorder()
+        self._recorder = _Recorder()
         self._kernels = DeviceKernels(cast(DeviceBackend, self._recorder))  # it only launches
         self._again: dict[object, Callable[[], None]] = {}  # the launches of one token's experts
         self._single: dict[int, ExpertTables] = {}  # of one token, by the number of experts
