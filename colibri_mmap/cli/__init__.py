@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
+from inspect import cleandoc
 from typing import Annotated
 
 import typer
@@ -24,6 +26,13 @@ from colibri_mmap.cli.tune import tune
 from colibri_mmap.cli.warmup import warmup
 from colibri_mmap.errors import ColibriError
 
+
+def _paragraphs(command: Callable[..., None]) -> str:
+    """Its docstring with each paragraph on one line, which the terminal breaks where it must."""
+    text = cleandoc(command.__doc__ or "")
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
 app = typer.Typer(
     help="Run Mixture-of-Experts language models straight from mapped GGUF files.",
     no_args_is_help=True,
@@ -35,7 +44,7 @@ for command in (
     *(chat, serve, pull, list_models, rm, pack, verify),
     *(inspect, plan, doctor, tune, bench, warmup),
 ):
-    app.command(command.__name__.removesuffix("_models"))(command)
+    app.command(command.__name__.removesuffix("_models"), help=_paragraphs(command))(command)
 app.add_typer(cache, name="cache")
 
 
@@ -50,7 +59,11 @@ def _program(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Show the version and exit.", callback=_print_version, is_eager=True
+            "--version",
+            metavar="",
+            help="Show the version and exit.",
+            callback=_print_version,
+            is_eager=True,
         ),
     ] = False,
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +25,8 @@ PARAGRAPH = (
 
 
 def bench(
-    model: options.ModelPath,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
     prompt_tokens: Annotated[
         int, typer.Option("-p", "--n-prompt", metavar="N", min=1, help="Tokens of the prompt.")
     ] = 512,
@@ -61,6 +61,7 @@ def bench(
     from colibri_mmap.cli.memory import ram_settings, vram_settings
     from colibri_mmap.cli.opening import open_engine
 
+    given = options.needed_model(model, model_option)
     console = messages()
     memory = ram_settings(
         ram=ram,
@@ -72,7 +73,7 @@ def bench(
         no_learn=no_learn,
     )
     with open_engine(
-        model,
+        given.path,
         mode=mode,
         threads=options.count_or_none(threads),
         ctx=prompt_tokens + reply_tokens,
@@ -88,7 +89,7 @@ def bench(
             samples.append(_measure(engine, ids, reply_tokens))
             if console.is_terminal:
                 console.print(f"run {number} of {repetitions}: {_speeds(samples[-1])}", style="dim")
-        report = _report(engine, model, samples)
+        report = _report(engine, given, samples)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -118,8 +119,11 @@ def _speeds(sample: dict[str, Any]) -> str:
     return f"prompt {prompt:.1f}, reply {reply:.1f} tokens/s"
 
 
-def _report(engine: Engine, model: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def _report(
+    engine: Engine, model: options.GivenModel, samples: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Everything that the numbers depend on, their medians, and all samples."""
+    from colibri_mmap.format.describe import describe
     from colibri_mmap.runtime.simd import FORM
 
     gpu = engine.device_report()
@@ -134,7 +138,9 @@ def _report(engine: Engine, model: Path, samples: list[dict[str, Any]]) -> dict[
     )
     return {
         "version": __version__,
-        "model": str(model),
+        "model": str(model.path),
+        "name": model.name,
+        "general_name": describe(engine.gguf)["name"],
         "mode": engine.mode,
         "threads": engine.threads,
         "kernels": FORM,
@@ -152,7 +158,8 @@ def _table(report: dict[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 3, 0, 0), title_justify="left")
-    settings = (Path(report["model"]).name, report["mode"], report["kernels"])
+    names = filter(None, (report["name"], report["general_name"]))
+    settings = (*names, report["mode"], report["kernels"])
     table.title = " · ".join((*settings, f"{report['threads']} threads"))
     table.add_column("tokens/s")
     for name in ("median", "lowest", "highest"):

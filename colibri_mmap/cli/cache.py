@@ -12,6 +12,8 @@ import typer
 
 from colibri_mmap.errors import ColibriError
 
+MODELS = "models are kept elsewhere: `colibri-mmap list` shows them, `colibri-mmap rm` deletes one"
+
 
 class Kind(StrEnum):
     """What is kept, by the name of its directory."""
@@ -49,7 +51,7 @@ def show(context: typer.Context) -> None:
         return
     from rich.table import Table
 
-    from colibri_mmap.cli.console import printable, results
+    from colibri_mmap.cli.console import messages, printable, results
     from colibri_mmap.quantities import byte_size
 
     table = Table.grid(padding=(0, 3))
@@ -59,12 +61,13 @@ def show(context: typer.Context) -> None:
         row = (kept.kind, size, kept.purpose, printable(str(kept.directory)))
         table.add_row(*row, style=None if files else "dim")
     results().print(table, soft_wrap=True)
+    messages().print(MODELS, style="dim", markup=False)
 
 
 @cache.command()
 def clear(
     kinds: Annotated[
-        list[Kind] | None, typer.Argument(metavar="[KIND]...", help="What to clear (default: all).")
+        list[Kind] | None, typer.Argument(metavar="KIND", help="What to clear (default: all).")
     ] = None,
 ) -> None:
     """Delete what is kept; it comes again by itself, except for saved sessions.

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 NO_MODEL = """\
 error: no model given
   colibri-mmap chat -m model.gguf   chat with a GGUF file, any shard of a split one, or a directory
+  colibri-mmap pull owner/name      fetch a model from the Hugging Face hub; -m takes its name, too
   colibri-mmap chat --demo          fetch a tiny demonstration model (about 100 MB, once)"""
 
 
 def chat(
-    model: options.OptionalModelPath = None,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
     demo: options.Demo = False,
     ctx_size: options.ContextSize = 0,
     threads: options.Threads = -1,
@@ -74,11 +76,14 @@ def chat(
     In a terminal it is a conversation. With -p, -f or text on standard input it is one reply on
     standard output.
     """
-    if model is None and not demo:
+    given = options.given_model(model, model_option)
+    if given is None and not demo:
         print(NO_MODEL, file=sys.stderr)
         raise typer.Exit(2)
-    if model is not None and demo:
-        raise ArgumentError("--demo brings its own model: leave out -m, or --demo")
+    if given is not None and demo:
+        raise ArgumentError("--demo brings its own model: leave out the other one, or --demo")
+    if model is not None and given is not None and not given.path.exists():
+        raise ArgumentError(f"{model}: no such file; what to say to a model goes behind -p")
     message = _one_shot_message(prompt, file)
     if as_json and message is None:
         raise ArgumentError("--json prints a single reply: add -p, -f or text on standard input")
@@ -119,12 +124,10 @@ def chat(
         pins=pin,
         no_learn=no_learn,
     )
-    if demo:
-        model = demo_model()
-    assert model is not None
+    path = demo_model() if given is None else given.path
     with (
         open_engine(
-            model,
+            path,
             mode=mode,
             threads=count_or_none(threads),
             ctx=ctx_size or None,

@@ -15,21 +15,23 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    model: options.OptionalModelPath = None,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
 ) -> None:
     """Look at processor, memory and disk, and say what to do about what is slow.
 
-    Nothing is changed. With -m the place of the model is looked at too, and the disk is measured
-    for three seconds by reading parts of it.
+    Nothing is changed. With a model its place is looked at too, and the disk is measured for three
+    seconds by reading parts of it.
     """
     from colibri_mmap.cli.console import results, silent_keyboard
     from colibri_mmap.format.gguf import open_gguf
     from colibri_mmap.runtime.checkup import checkup
 
+    given = options.given_model(model, model_option)
     with silent_keyboard():
-        findings = list(checkup(None if model is None else open_gguf(model)))
+        findings = list(checkup(open_gguf(given.path) if given else None))
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="PATH|NAME", parser=options.model_file, help=options.MODEL_HELP),
-    ],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors as well.")] = False,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", metavar="", help="List the tensors as well.")
+    ] = False,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -30,7 +29,8 @@ def inspect(
     from colibri_mmap.format.describe import describe
     from colibri_mmap.format.gguf import open_gguf
 
-    gguf = open_gguf(path)
+    given = options.needed_model(model, model_option)
+    gguf = open_gguf(given.path)
     summary = describe(gguf)
     if as_json:
         print(
@@ -42,13 +42,13 @@ def inspect(
     from colibri_mmap.cli.console import results
 
     console = results()
-    console.print(_overview(summary), markup=False)
+    console.print(_overview(given.name, summary), markup=False)
     if tensors:
         console.print()
         console.print(_tensor_table(gguf))
 
 
-def _overview(summary: dict[str, Any]) -> Table:
+def _overview(name: str, summary: dict[str, Any]) -> Table:
     """One line for each thing that a person asks first."""
     from rich.table import Table
     from rich.text import Text
@@ -57,7 +57,7 @@ def _overview(summary: dict[str, Any]) -> Table:
 
     table = Table.grid(padding=(0, 3))
     for label, value in (
-        ("name", summary["name"] or Path(summary["files"][0]["path"]).name),
+        ("name", f"{name} ({summary['name']})" if summary["name"] else name),
         ("files", _files(summary)),
         ("architecture", _architecture(summary)),
         ("experts", _experts(summary)),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from colibri_mmap.cli import options
-from colibri_mmap.quantities import byte_size
 from colibri_mmap.errors import ArgumentError, ColibriError
+from colibri_mmap.quantities import byte_size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,7 +55,7 @@ def list_models(as_json: options.AsJson = False, verbose: options.Verbose = Fals
 
 def rm(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A model as `list` names it.")],
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", metavar="", help="Do not ask.")] = False,
     verbose: options.Verbose = False,
 ) -> None:
     """Delete a pulled model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,30 +34,57 @@ def _sampling(*names: str, **settings: Any) -> Any:
     return typer.Option(*names, rich_help_panel="Sampling", **settings)
 
 
-def model_file(text: str) -> Path:
-    """The path that a model's path, or its name after a pull, stands for."""
+@dataclass(frozen=True, slots=True)
+class GivenModel:
+    """A model as a person named it, by path or by the name it was pulled as, and its first file."""
+
+    text: str
+    path: Path
+
+    @property
+    def pulled(self) -> bool:
+        """It was named as `list` names it."""
+        return self.path != Path(self.text)
+
+    @property
+    def name(self) -> str:
+        """The name of a pulled model, else that of the file."""
+        return self.text if self.pulled else self.path.absolute().name
+
+
+def given_model(argument: str | None, option: str | None) -> GivenModel | None:
+    """The model that was named, as an argument or behind -m; BadParameter for both."""
     from colibri_mmap.runtime.modelstore import resolve_model
 
-    return resolve_model(text)
+    if argument is not None and option is not None:
+        raise typer.BadParameter(
+            f"{argument} is one, and {option} behind -m is another; leave one of them out",
+            param_hint="'MODEL'",
+        )
+    text = option if argument is None else argument
+    return None if text is None else GivenModel(text, resolve_model(text))
+
+
+def needed_model(argument: str | None, option: str | None) -> GivenModel:
+    """As `given_model`; BadParameter if none was named."""
+    model = given_model(argument, option)
+    if model is None:
+        raise typer.BadParameter(
+            "there is none: name a GGUF file, or a pulled model as `colibri-mmap list` shows it",
+            param_hint="'MODEL'",
+        )
+    return model
 
 
 MODEL_HELP = (
     "A GGUF file, any shard of a split one, its directory, a packed file, or the name of a pulled "
     "model: owner/name:QUANT."
 )
-ModelPath = Annotated[
-    Path, _model("-m", "--model", metavar="PATH|NAME", parser=model_file, help=MODEL_HELP)
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)
 ]
-OptionalModelPath = Annotated[
-    Path | None,
-    _model(
-        "-m",
-        "--model",
-        metavar="PATH|NAME",
-        parser=model_file,
-        help=MODEL_HELP,
-        show_default=False,
-    ),
+ModelOption = Annotated[
+    str | None, _model("-m", "--model", metavar="MODEL", help="The same as an option.")
 ]
 Threads = Annotated[
     int,
@@ -65,10 +93,12 @@ Threads = Annotated[
 ArithmeticMode = Annotated[
     Mode, _model("--mode", help="int8 is fast; exact computes everything in float32.")
 ]
-Demo = Annotated[bool, _model("--demo", help="Chat with a tiny demonstration model.")]
+Demo = Annotated[bool, _model("--demo", metavar="", help="Chat with a tiny demonstration model.")]
 ContextSize = Annotated[
     int,
-    _model("-c", "--ctx-size", metavar="N", help="Context length in tokens; 0: the model's."),
+    _model(
+        "-c", "--ctx-size", metavar="N", min=0, help="Context length in tokens; 0: the model's."
+    ),
 ]
 KVElementType = Annotated[
     KVType | None,
@@ -139,9 +169,14 @@ Pins = Annotated[
     ),
 ]
 NoLearn = Annotated[
-    bool, _memory("--no-learn", help="Neither use nor keep counts of how often experts are used.")
+    bool,
+    _memory(
+        "--no-learn",
+        metavar="",
+        help="Neither use nor keep counts of how often experts are used.",
+    ),
 ]
-NoProfile = Annotated[bool, _memory("--no-profile", help="Ignore what tune found out.")]
+NoProfile = Annotated[bool, _memory("--no-profile", metavar="", help="Ignore what tune found out.")]
 TraceFile = Annotated[
     Path | None,
     _memory("--trace", metavar="FILE", help="Append the routing of every token to a file."),
@@ -242,7 +277,9 @@ StopTexts = Annotated[
     list[str] | None,
     _sampling("--stop", metavar="TEXT", help="End the reply before this text (repeatable)."),
 ]
-IgnoreEnd = Annotated[bool, _sampling("--ignore-eos", help="Go on after the model's end of text.")]
+IgnoreEnd = Annotated[
+    bool, _sampling("--ignore-eos", metavar="", help="Go on after the model's end of text.")
+]
 LogitBiases = Annotated[
     list[str] | None,
     _sampling(
@@ -253,7 +290,8 @@ LogitBiases = Annotated[
     ),
 ]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object.")]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Print statistics, and the traceback of an error.")
+    bool,
+    typer.Option("--verbose", metavar="", help="Print statistics, and the traceback of an error."),
 ]

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from colibri_mmap.cli import options
-from colibri_mmap.quantities import byte_size
 from colibri_mmap.errors import ArgumentError, FormatError
+from colibri_mmap.quantities import byte_size
 
 NAMED = 3  # damaged parts that the error of `verify` names
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH|NAME",
-        parser=options.model_file,
-        help="A GGUF file, any shard of a split one, its directory, or the name of a pulled model: "
-        "owner/name:QUANT.",
-    ),
-]
 
 
 def pack(
-    source: Source,
-    target: Annotated[Path, typer.Argument(help="The file to write.")],
+    model: options.ModelArgument = None,
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="TARGET", help="The file to write.", show_default=False),
+    ] = None,
+    model_option: options.ModelOption = None,
     align: Annotated[
         int,
         typer.Option(
@@ -43,24 +39,31 @@ def pack(
             help="Experts of a layer as in the file, or the most used first, by past runs.",
         ),
     ] = "file",
-    force: Annotated[bool, typer.Option("--force", help="Replace a target that exists.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="Replace a target that exists.")
+    ] = False,
     verbose: options.Verbose = False,
 ) -> None:
     """Rewrite a GGUF file so that each expert is one read from disk.
 
     Weights are copied byte for byte. A run that was interrupted goes on where it stopped.
     """
-    from colibri_mmap.cli.console import ProgressBar, printable, results
+    from colibri_mmap.cli.console import ProgressBar, messages, printable, results
     from colibri_mmap.format.pack import pack as write_container
 
+    if model_option is not None and target is None and model is not None:
+        target, model = Path(model), None  # the only argument
+    given = options.needed_model(model, model_option)
+    if target is None:
+        raise typer.BadParameter("there is none: name the file to write", param_hint="'TARGET'")
     started = time.monotonic()
     try:
         with ProgressBar("bytes") as bar:
             write_container(
-                source,
+                given.path,
                 target,
                 align=align,
-                order=_hot_order(source) if order == "hot" else None,
+                order=_hot_order(given.path) if order == "hot" else None,
                 force=force,
                 progress=lambda done, total: bar("packing", done, total),
             )
@@ -71,6 +74,9 @@ def pack(
     size = target.stat().st_size
     text = f"{target}: {byte_size(size)} in {seconds:.1f} s"
     results().print(printable(text), markup=False, soft_wrap=True)
+    if given.pulled:
+        hint = f"note: `colibri-mmap rm {given.text}` frees the room of the original"
+        messages().print(printable(hint), style="dim", markup=False)
 
 
 def _hot_order(source: Path) -> dict[int, list[int]]:
@@ -88,32 +94,50 @@ def _hot_order(source: Path) -> dict[int, list[int]]:
 
 
 def verify(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH|NAME",
-            parser=options.model_file,
-            help="A packed file, any GGUF file, or the name of a pulled model.",
-        ),
-    ],
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
     verbose: options.Verbose = False,
 ) -> None:
-    """Check a model file: its structure and, if it is packed, every checksum."""
+    """Check a model file: its structure and, if it is packed or was pulled, its checksums."""
     from colibri_mmap.cli.console import ProgressBar, printable, results
+    from colibri_mmap.format.gguf import open_gguf
     from colibri_mmap.format.verify import verify as check_file
+    from colibri_mmap.runtime.blobcheck import compare_with_names
 
+    given = options.needed_model(model, model_option)
+    path = given.path
     with ProgressBar("bytes") as bar:
-        found = check_file(path, lambda done, total: bar("checking", done, total))
+
+        def report(done: int, total: int) -> None:
+            bar("checking", done, total)
+
+        found = check_file(path, report)
+        shards = [] if found.has_checksums else [shard.path for shard in open_gguf(path).shards]
+        compared = compare_with_names(shards, report) if shards else None
     if found.damaged:
-        names = ", ".join(found.damaged[:NAMED])
-        more = len(found.damaged) - NAMED
-        raise FormatError(
-            path,
-            names + (f" and {more} more" if more > 0 else ""),
-            "the checksum does not match: pack or copy the file again",
-        )
-    if found.has_checksums:
-        text = f"{path}: sound, {byte_size(found.checked_bytes)} match their checksums"
+        raise _mismatch(path, found.damaged, "pack or copy the file again")
+    if compared is not None and compared.damaged:
+        names = [file.name for file in compared.damaged]
+        raise _mismatch(path.parent, names, _fetch_again(given))
+    checked = found.checked_bytes if compared is None else compared.checked_bytes
+    if found.has_checksums or compared is not None:
+        text = f"{given.text}: sound, {byte_size(checked)} match their checksums"
     else:
-        text = f"{path}: its structure is sound; only packed files have checksums to compare"
+        text = (
+            f"{given.text}: its structure is sound; only packed files and pulled ones have "
+            "checksums to compare"
+        )
     results().print(printable(text), markup=False, soft_wrap=True)
+
+
+def _mismatch(path: Path, damaged: Sequence[str], advice: str) -> FormatError:
+    more = len(damaged) - NAMED
+    names = ", ".join(damaged[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    return FormatError(path, names, f"the checksum does not match: {advice}")
+
+
+def _fetch_again(model: options.GivenModel) -> str:
+    if not model.pulled:
+        return "delete it as `colibri-mmap list` names it, and pull it again"
+    name = model.text
+    return f"`colibri-mmap rm {name}` and `colibri-mmap pull {name}` fetch it again"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from colibri_mmap.cli import options
-from colibri_mmap.quantities import byte_size
 from colibri_mmap.errors import ArgumentError, UnsupportedError
+from colibri_mmap.quantities import byte_size
 
 if TYPE_CHECKING:
     from colibri_mmap.runtime.hub import Repository
@@ -27,7 +27,10 @@ def pull(
         ),
     ],
     force: Annotated[
-        bool, typer.Option("--force", help="Fetch a model of an unsupported architecture, too.")
+        bool,
+        typer.Option(
+            "--force", metavar="", help="Fetch a model of an unsupported architecture, too."
+        ),
     ] = False,
     verbose: options.Verbose = False,
 ) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def tune(
-    model: options.ModelPath,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
     minutes: Annotated[
         float, typer.Option("--minutes", metavar="N", min=0, help="How long it may take, about.")
     ] = 5.0,
@@ -38,6 +39,7 @@ def tune(
     from colibri_mmap.cli.console import ProgressBar, messages, printable, results, silent_keyboard
     from colibri_mmap.runtime.tuning import tune as find_settings
 
+    given = options.needed_model(model, model_option)
     console = messages()
 
     def report(comparison: Comparison) -> None:
@@ -45,7 +47,7 @@ def tune(
 
     with silent_keyboard(), ProgressBar() as bar:
         found = find_settings(
-            model, seconds=60 * minutes, ram=ram, mode=mode, progress=bar, report=report
+            given.path, seconds=60 * minutes, ram=ram, mode=mode, progress=bar, report=report
         )
     if as_json:
         print(json.dumps(_as_dict(found), indent=2))

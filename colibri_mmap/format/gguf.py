@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from colibri_mmap.format.header import Header, Shard, TensorInfo, read_header
 
 __all__ = ["GGUF", "GGUFArray", "Shard", "TensorInfo", "open_gguf"]
 
+_NAMED = 8  # models of a directory that an error names
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
@@ -253,8 +255,11 @@ def _model_in(directory: Path) -> Path:
     if not models:
         raise ArgumentError(f"{directory}: holds no .gguf file; name the model's file or directory")
     if len(models) > 1:
-        names = ", ".join(file.name for file in models.values())
-        raise ArgumentError(f"{directory}: holds {len(models)} models, name one of them: {names}")
+        names = ", ".join(file.name for file in islice(models.values(), _NAMED))
+        more = f" and {len(models) - _NAMED} more" if len(models) > _NAMED else ""
+        raise ArgumentError(
+            f"{directory}: holds {len(models)} models, name one of them: {names}{more}"
+        )
     return next(iter(models.values()))
 
 

@@ -39,6 +39,11 @@ _U32 = Struct("<I")
 _PREAMBLE = Struct("<4sIQQ")
 _SMALLEST_KEY = 8 + 1 + 4 + 1
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8
+_MISTAKEN = {
+    b"vers": "a Git LFS pointer in place of the model; `git lfs pull` fetches it",
+    b"<!DO": "a web page; download the file itself",
+    b"<!do": "a web page; download the file itself",
+}
 _NUMBERS = {type: Struct("<" + code) for type, code in NUMBER_CODES.items()}
 _TENSOR_TAILS = {n: Struct(f"<{n}QIQ") for n in range(1, MAX_DIMENSIONS + 1)}
 
@@ -163,7 +168,8 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int, int]:
     start = cursor.advance(_PREAMBLE.size, "byte 0")
     magic, version, tensor_count, key_count = _PREAMBLE.unpack_from(cursor.data, start)
     if magic != b"GGUF":
-        cursor.fail("byte 0", f"not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
+        found = _MISTAKEN.get(magic, f"it starts with {magic!r} instead of b'GGUF'")
+        cursor.fail("byte 0", f"not a GGUF file: {found}")
     version &= 0xFFFF  # the upper half is free for flags; big-endian files have the number there
     if version == 0:
         cursor.fail("byte 4", "big-endian GGUF is not supported; convert the model on this machine")

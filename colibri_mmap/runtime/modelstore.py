@@ -96,6 +96,13 @@ def resolve_model(text: str, cache: Path | None = None) -> Path:
     What can only be a path is returned as it is: opening it says what is wrong.
     """
     path = Path(text)
+    if not text:
+        raise ArgumentError("the name of the model is empty: give a path, or owner/name:QUANT")
+    if path.is_dir() and _of_a_cache(path):
+        raise ArgumentError(
+            f"{path}: is a part of the hub's cache, whose models are opened by name; "
+            "`colibri-mmap list` shows the names"
+        )
     if path.exists() or not could_be_name(text):
         return path
     if "/" not in text:
@@ -174,6 +181,14 @@ def download_lock(cache: Path, repo: str, blob: str) -> Iterator[None]:
                 f"{repo}: another program is downloading it; wait for that to end"
             ) from None
         yield
+
+
+def _of_a_cache(directory: Path) -> bool:
+    """A cache of the hub, or the place of a repository there; snapshots are plain directories."""
+    place = directory.absolute()
+    inside = place.name in ("blobs", "refs", "snapshots", "trees")
+    repository = place.parent if inside else place
+    return repository.name.startswith("models--") or any(directory.glob("models--*--*"))
 
 
 def _meant(models: Sequence[StoredModel], reference: Reference) -> list[StoredModel]:
