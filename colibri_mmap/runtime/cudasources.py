@@ -67,10 +67,10 @@ def _modules() -> Iterator[CudaModule]:
 
 
 def _of_type(name: str) -> tuple[str, ...]:
-    columns = (
-        f"{what}_{name}_c{n}" for what in ("matvec", "gate_up", "down") for n in COLUMN_COUNTS
-    )
-    return (*columns, f"down_weighted_{name}", f"dequantise_{name}")
+    """The kernels of experts.cu for a type, in the order of the file."""
+    by_row = (f"{kernel}_{name}_c{n}" for n in COLUMN_COUNTS for kernel in ("matvec", "gate_up"))
+    downs = (f"down_{name}_c{n}" for n in COLUMN_COUNTS[1:])
+    return (*by_row, *downs, f"down_weighted_{name}", f"dequantise_{name}")
 
 
 def _expanded(name: str, done: set[str]) -> str:

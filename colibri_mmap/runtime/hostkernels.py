@@ -195,6 +195,7 @@ for _type in WEIGHT_TYPES:
     for _n in COLUMN_COUNTS:
         _TWINS[f"matvec_{_name}_c{_n}"] = partial(_matvec, _type)
         _TWINS[f"gate_up_{_name}_c{_n}"] = partial(_gate_up, _type)
+    for _n in COLUMN_COUNTS[1:]:
         _TWINS[f"down_{_name}_c{_n}"] = partial(_down, _type)
     _TWINS[f"down_weighted_{_name}"] = partial(_down_weighted, _type)
     _TWINS[f"dequantise_{_name}"] = partial(_dequantise, _type)

@@ -44,7 +44,6 @@ FAULTS = {
     "combining other pairs": _rows("(u64)row[e] * width", "(u64)e * width"),
     # what all types share
     "row behind the matrix": Fault("Q8_0", "min(first + r, rows - 1)", "(first + r)"),
-    "row behind the gate": Fault("Q8_0", "u64 start = min(r, rows - 1)", "u64 start = r"),
     "surplus rows are written": Fault("Q4_0", "t + j < count && first + r < rows", "t + j < count"),
     "surplus columns are written": Fault(
         "Q4_0", "t + j < count && first + r < rows", "first + r < rows"

@@ -163,7 +163,7 @@ DEVICE void gate_up(const u64* gates, const u64* ups, const u64* gate_biases, co
             out[(u64)(p + j) * rows + r] = activate(sums[j] + gate_bias, sums[N + j] + up_bias, activation);
 }
 
-// out[p, r] = down . hidden[p] + bias, grids as of gate_up.
+// out[p, r] = down . hidden[p] + bias, grids as of gate_up, for experts that several tokens share.
 template <class T, int N>
 DEVICE void down(const u64* downs, const u64* biases, const int* off, Activations a, float* out, int rows,
                  int columns) {
@@ -267,16 +267,21 @@ DEVICE void down_weighted(const u64* downs, const u64* biases, const int* off, c
         const u64* gates, const u64* ups, const u64* gate_biases, const u64* up_biases, const int* off,   \
         const int* col, X, float* out, int rows, int columns, int activation) {                           \
         gate_up<TYPE, N>(gates, ups, gate_biases, up_biases, off, col, A, out, rows, columns, activation); \
-    }                                                                                                     \
-    extern "C" __global__ void JOINED(NAME(down_), _c##N)(                                                \
-        const u64* downs, const u64* biases, const int* off, X, float* out, int rows, int columns) {      \
-        down<TYPE, N>(downs, biases, off, A, out, rows, columns);                                         \
+    }
+
+#define DOWN(N)                                                                                      \
+    extern "C" __global__ void JOINED(NAME(down_), _c##N)(                                           \
+        const u64* downs, const u64* biases, const int* off, X, float* out, int rows, int columns) { \
+        down<TYPE, N>(downs, biases, off, A, out, rows, columns);                                    \
     }
 
 KERNELS(1)
 KERNELS(2)
 KERNELS(4)
 KERNELS(8)
+DOWN(2)
+DOWN(4)
+DOWN(8)
 
 extern "C" __global__ void NAME(down_weighted_)(const u64* downs, const u64* biases, const int* off,
                                                 const int* hidden, const float* weights, X, float* out,
