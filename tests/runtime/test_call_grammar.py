@@ -128,7 +128,7 @@ def test_content_is_constrained_behind_reasoning(case: Case) -> None:
         lead = (
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
         )
-    elif thinking is None or case.prompt.endswith(thinking.closing):
+    elif thinking is None or not reply_format.thinks or case.prompt.endswith(thinking.closing):
         lead = ""
     else:
         begun = case.prompt.rstrip().endswith(thinking.opening)

@@ -18,11 +18,15 @@ _SPACE = r"/[ \t\r\n]{0,8}/"
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How one model marks reasoning and tool calls."""
+    """How one model marks reasoning and tool calls.
+
+    `thinks`: its template speaks of reasoning; else there may be markers for it all the same.
+    """
 
     tokenizer: Tokenizer
     is_harmony: bool
     thinking: Thinking | None
+    thinks: bool
     family: Family | None
 
     @classmethod
@@ -30,15 +34,14 @@ class ReplyFormat:
         """The format of a model with this chat template (its source) and vocabulary."""
         source = template or ""
         if "<|channel|>" in source or ("<|message|>" in source and _has(tokenizer, "<|channel|>")):
-            return cls(tokenizer, True, None, None)
-        thinking = next((pair for pair in THINKING if pair.closing in source), None)
-        if thinking is None:
-            pairs = (pair for pair in THINKING if _has(tokenizer, pair.opening, pair.closing))
-            thinking = next(pairs, None)
+            return cls(tokenizer, True, None, True, None)
+        told = next((pair for pair in THINKING if pair.closing in source), None)
+        pairs = (pair for pair in THINKING if _has(tokenizer, pair.opening, pair.closing))
+        thinking = told or next(pairs, None)
         families = (
             family for family in FAMILIES if all(text in source for text in family.shown_by)
         )
-        return cls(tokenizer, False, thinking, next(families, None))
+        return cls(tokenizer, False, thinking, told is not None, next(families, None))
 
     @property
     def has_calls(self) -> bool:
@@ -101,11 +104,12 @@ class ReplyFormat:
 
     def _lead(self, rules: Rules, prompt: str) -> str:
         """The rule of what may come before the rest of a reply: white space, reasoning."""
-        thinking = self.thinking
-        if thinking is None or prompt.rstrip().endswith(thinking.closing):
+        thinking, already = self.thinking, self._thinks_already(prompt)
+        over = thinking is not None and prompt.rstrip().endswith(thinking.closing)
+        if thinking is None or over or not (self.thinks or already):
             return rules.add("lead", _SPACE)
         thought = rules.any_text("thought", thinking.closing)
-        if self._thinks_already(prompt):
+        if already:
             return rules.add("lead", f"{thought} {_SPACE}")
         opening = rules.literal(thinking.opening)
         return rules.add("lead", f"{_SPACE} ({opening} {thought} {_SPACE})?")
