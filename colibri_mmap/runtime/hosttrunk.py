@@ -157,6 +157,24 @@ def _cache(
     )
 
 
+def _positions(
+    place: NDArray[np.uint64],
+    head: int,
+    dk: int,
+    dv: int,
+    dtype: DTypeLike,
+    begin: int,
+    end: int,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """K [n, dk] and V [n, dv] of a KV head from position `begin` to `end`."""
+    keys, values = _cache(place, head, dk, dv, dtype)
+    at = np.arange(begin, end) % len(values)
+    groups = np.arange(begin // 16, -(-end // 16)) % len(keys)
+    by_position = keys[groups].astype(np.float32).transpose(0, 2, 1).reshape(-1, dk)
+    start = begin % 16
+    return by_position[start : start + end - begin], values[at, :dv].astype(np.float32)
+
+
 def _tables(slices: int, places: int, count: int) -> zip[tuple[Any, Any]]:
     return zip(
         array(slices, (count, SLICE_WORDS), np.int32).tolist(),
@@ -218,30 +236,32 @@ def _attention(
         begin = max(int(hidden[0]), -1) + 1
         key = np.arange(begin, position + tokens)
         seen = (key <= positions[:, None]) & (key > hidden[:, None])
-        at = key % int(place[4])
         queries = _rows(q + 4 * qs * first, qs, tokens, heads * dk).reshape(tokens, heads, dk)
-        for head in range(heads):
-            keys, values = _cache(place, head // group, dk, dv, dtype)
-            k = keys[at // 16, :, at % 16].astype(np.float32)
-            scores = np.where(seen, (queries[:, head] * np.float32(scale)) @ k.T, np.float32(-1e38))
-            best = scores.max(axis=1)
+        for head in range(kv_heads):
+            k, v = _positions(place, head, dk, dv, dtype, begin, position + tokens)
+            some = slice(head * group, (head + 1) * group)
+            scores = np.einsum("thd,kd->thk", queries[:, some] * np.float32(scale), k)
+            scores = np.where(seen[:, None], scores, np.float32(-1e38))
+            best = scores.max(axis=2)
             if sinks:
-                best = np.maximum(best, array(sinks, (heads,))[head])
-            weights = np.exp(scores - best[:, None])
-            total = weights.sum(axis=1)
+                sink = array(sinks, (heads,))[some]
+                best = np.maximum(best, sink)
+            weights = np.exp(scores - best[..., None])
+            total = weights.sum(axis=2)
             if sinks:
-                total += np.exp(array(sinks, (heads,))[head] - best)
-            summed = weights @ values[at, :dv].astype(np.float32)
+                total += np.exp(sink - best)
+            summed = np.einsum("thk,kd->thd", weights, v)  # no threads: they may cost more
             if shares == 1:
-                target = _rows(out + 4 * (outs * first + head * dv), outs, tokens, dv)
-                target[:] = summed / total[:, None]
+                target = _rows(out + 4 * (outs * first + some.start * dv), outs, tokens, group * dv)
+                target[:] = (summed / total[..., None]).reshape(tokens, -1)
                 continue
-            row = (first * heads + head) * shares * (2 + dv)
-            states = array(
-                partials + 4 * row, (tokens, shares, 2 + dv), stride=heads * shares * (2 + dv)
+            row, stride = (
+                (first * heads + some.start) * shares * (2 + dv),
+                heads * shares * (2 + dv),
             )
-            states[:], states[:, :, 0] = 0, -1e30
-            states[:, 0, 0], states[:, 0, 1], states[:, 0, 2:] = best, total, summed
+            states = array(partials + 4 * row, (tokens, group, shares, 2 + dv), stride=stride)
+            states[:], states[..., 0] = 0, -1e30
+            states[:, :, 0, 0], states[:, :, 0, 1], states[:, :, 0, 2:] = best, total, summed
 
 
 def _attention_reduce(
