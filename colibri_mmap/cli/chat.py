@@ -68,6 +68,8 @@ def chat(
     stop: options.StopTexts = None,
     ignore_eos: options.IgnoreEnd = False,
     logit_bias: options.LogitBiases = None,
+    json_schema: options.JsonSchema = None,
+    json_schema_file: options.JsonSchemaFile = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -93,6 +95,7 @@ def chat(
     from colibri_mmap.cli.memory import ram_settings, vram_settings
     from colibri_mmap.cli.opening import demo_model, open_engine
     from colibri_mmap.cli.reply import ReplySettings
+    from colibri_mmap.cli.schemas import json_grammar
     from colibri_mmap.cli.session import Session
     from colibri_mmap.runtime.template import ChatTemplate
 
@@ -110,6 +113,7 @@ def chat(
         logit_bias=dict(_bias(text) for text in logit_bias or ()),
         ignore_eos=ignore_eos,
     )
+    grammar = json_grammar(json_schema, json_schema_file)
     kept = Session(session) if session is not None else None
     conversation = kept.conversation if kept is not None else Conversation()
     if system_prompt is not None:
@@ -142,7 +146,7 @@ def chat(
         template = None
         if source is not None:
             template = ChatTemplate.of(engine.tokenizer, source)
-        settings = ReplySettings(sampling, count_or_none(n_predict), template)
+        settings = ReplySettings(sampling, count_or_none(n_predict), template, grammar)
         if message is not None:
             asked = conversation.asking(message)
             _reply_once(engine, asked, kept, settings, as_json=as_json, verbose=verbose)
@@ -191,13 +195,16 @@ def _reply_once(
 
     with LiveLine(lambda: progress_line(engine)) as line:
 
-        def write(text: str) -> None:
-            if not as_json:
-                line.write(printable(text) if sys.stdout.isatty() else text)
+        def write(text: str, reasons: bool) -> None:
+            if sys.stdout.isatty() and not as_json:
+                line.write(printable(text), dim=reasons)
+            elif not as_json and not reasons:
+                line.write(text)
 
         reply = stream_reply(engine, conversation.messages(), settings, write)
     if as_json:
-        print(json.dumps({"reply": reply.text, "stats": engine.stats.as_dict()}))
+        reasoning = {"reasoning": reply.reasoning} if reply.reasoning else {}
+        print(json.dumps({"reply": reply.text, **reasoning, "stats": engine.stats.as_dict()}))
     elif not reply.text.endswith("\n"):
         print(flush=True)
     console = messages()

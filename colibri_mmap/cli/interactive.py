@@ -122,7 +122,7 @@ class Interactive:
                     self._engine,
                     conversation.messages(),
                     self._settings.again(self._repeats),
-                    lambda text: line.write(printable(text)),
+                    lambda text, reasons: line.write(printable(text), dim=reasons),
                 )
         except ContextLengthError as error:
             raise ContextLengthError(f"{error}; /clear begins a new conversation") from None

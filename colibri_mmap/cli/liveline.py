@@ -37,9 +37,9 @@ class LiveLine(AbstractContextManager["LiveLine"]):
         self._column = 0  # of the cursor
         self._drawn = False
 
-    def write(self, text: str) -> None:
-        """Print a piece of the reply at once."""
-        output = self._erasure() + text
+    def write(self, text: str, dim: bool = False) -> None:
+        """Print a piece of the reply at once; `dim` is for terminals."""
+        output = self._erasure() + (f"{_DIM}{text}{_NORMAL}" if dim and self._active else text)
         self._drawn = False
         if self._active:
             now = time.monotonic()

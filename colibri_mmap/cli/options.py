@@ -290,6 +290,14 @@ LogitBiases = Annotated[
     ),
 ]
 
+JsonSchema = Annotated[
+    str | None,
+    _sampling("--json-schema", metavar="JSON", help="Reply with JSON that this schema describes."),
+]
+JsonSchemaFile = Annotated[
+    Path | None,
+    _sampling("--json-schema-file", metavar="PATH", help="The JSON schema from a file."),
+]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object.")]
 Verbose = Annotated[
     bool,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 
 from colibri_mmap.cli.console import ProgressBar, silent_keyboard
 from colibri_mmap.errors import ContextLengthError
+from colibri_mmap.runtime.generation import Request
+from colibri_mmap.runtime.replies import Content, Piece, Reasoning, ReplyFormat, ReplyParser
 
 if TYPE_CHECKING:
     from colibri_mmap.runtime.engine import Engine
+    from colibri_mmap.runtime.grammar import Grammar
     from colibri_mmap.runtime.sampling import Sampling
     from colibri_mmap.runtime.stats import Stats
     from colibri_mmap.runtime.template import ChatTemplate
@@ -26,6 +29,7 @@ class ReplySettings:
     sampling: Sampling
     max_tokens: int | None = None
     template: ChatTemplate | None = None
+    grammar: Grammar | None = None
 
     def again(self, attempt: int) -> ReplySettings:
         """The settings of a repeated reply: a fixed seed moves on, or it would not differ."""
@@ -68,24 +72,64 @@ class Interrupt(AbstractContextManager["Interrupt"]):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The text so far, and whether Ctrl-C ended it."""
+    """The text so far, the reasoning before it, and whether Ctrl-C ended it."""
 
     text: str
+    reasoning: str
     interrupted: bool
+
+
+class _Writing:
+    """Takes the text of a reply apart, and passes it on."""
+
+    def __init__(self, parser: ReplyParser, write: Callable[[str, bool], None]) -> None:
+        self._parser, self._write = parser, write
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+
+    def push(self, text: str) -> None:
+        self._pass_on(self._parser.push(text))
+
+    def ended(self, *, interrupted: bool) -> Reply:
+        self._pass_on(self._parser.finish())
+        return Reply("".join(self._text), "".join(self._reasoning), interrupted)
+
+    def _pass_on(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if isinstance(piece, Reasoning):
+                self._reasoning.append(piece.text)
+                self._write(piece.text, True)
+            elif isinstance(piece, Content):
+                if self._reasoning and not self._text:
+                    self._write("\n\n", True)
+                self._text.append(piece.text)
+                self._write(piece.text, False)
 
 
 def stream_reply(
     engine: Engine,
     messages: list[dict[str, str]],
     settings: ReplySettings,
-    write: Callable[[str], None],
+    write: Callable[[str, bool], None],
 ) -> Reply:
-    """Pass the reply to `write` piece by piece.
+    """Pass the reply to `write` piece by piece, and whether a piece is reasoning.
 
     Ctrl-C ends it after the token, or the part of the prompt, that is being worked on; a second one
     raises KeyboardInterrupt.
     """
-    text: list[str] = []
+    template, grammar = settings.template or engine.template, settings.grammar
+    prompt = template.render(messages, add_generation_prompt=True)
+    reply_format = ReplyFormat.of(template.source, engine.tokenizer)
+    parser = reply_format.parser(prompt)
+    request = Request(
+        ids=engine.prompt_ids(prompt),
+        max_tokens=settings.max_tokens,
+        sampling=settings.sampling,
+        chat_prompt=prompt,
+        shown=parser.shown,
+        grammar=reply_format.content_grammar(grammar, prompt) if grammar else None,
+    )
+    writing = _Writing(parser, write)
     bar = ProgressBar()
     interrupt = Interrupt(lambda: bar("stopping (Ctrl-C again leaves at once)", 0, 0))
 
@@ -95,26 +139,19 @@ def stream_reply(
 
     with silent_keyboard(), interrupt, bar:
         try:
-            pieces = engine.chat(
-                messages,
-                max_tokens=settings.max_tokens,
-                sampling=settings.sampling,
-                progress=report_prompt,
-                template=settings.template,
-            )
-            with closing(pieces):
-                for piece in pieces:
+            tokens = engine.reply(request, report_prompt)
+            with closing(tokens):
+                for token in tokens:
                     bar.stop()
-                    text.append(piece.text)
-                    write(piece.text)
+                    writing.push(token.text)
                     interrupt.check()
         except ContextLengthError as error:
             raise ContextLengthError(f"{error} (-c)") from None
         except KeyboardInterrupt:
             if interrupt.urgent:
                 raise
-            return Reply("".join(text), interrupted=True)
-    return Reply("".join(text), interrupted=False)
+            return writing.ended(interrupted=True)
+        return writing.ended(interrupted=False)
 
 
 def summary(engine: Engine) -> str:

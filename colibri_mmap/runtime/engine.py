@@ -259,6 +259,12 @@ class Engine:
             sampling=sampling or Sampling(),
             chat_prompt=prompt,
         )
+        return self.reply(request, progress)
+
+    def reply(
+        self, request: Request, progress: Callable[[int, int], None] | None = None
+    ) -> Generator[Token, None, None]:
+        """The reply to a request, which says more than `generate` and `chat` can."""
         return self._generate(self.prepare(request), progress)
 
     def prompt_ids(self, prompt: str) -> list[int]:
