@@ -452,6 +452,7 @@ class Engine:
             if self.gpu.demanded:
                 raise
             return [f"going on without the GPU: {error}"]
+        self._weights.check()  # what was copied to the device must have been whole
         store.offload = self._vram.offload
         return self._vram.notices
 

@@ -50,17 +50,27 @@ class PlacedTrunk:
     head_rows = FEW
 
     def __init__(
-        self, ops: DeviceOps, layers: range, has_head: bool, memory: list[DeviceMemory]
+        self,
+        model: Decoder,
+        ops: DeviceOps,
+        layers: range,
+        has_head: bool,
+        memory: list[DeviceMemory],
     ) -> None:
         self.ops, self.layers, self.has_head = ops, layers, has_head
-        self._memory = memory
+        self._model, self._memory = model, memory
+        model.placed = self
 
     def attach(self, cache: KVCache, length: int) -> None:
         """Take memory for the first `length` tokens of a sequence now; ResourceError."""
         self.ops.attach(cache, length)
 
     def close(self) -> None:
-        """Give all memory back, that of sequences' caches too; safe to call twice."""
+        """Run the blocks on the CPU again and give all memory back; safe to call twice.
+
+        Sequences lose what the device has of them.
+        """
+        self._model.placed = None
         self.ops.close()
         while self._memory:
             self._memory.pop().free()
@@ -124,8 +134,7 @@ def place_trunk(
         for part in memory:
             part.free()
         raise
-    model.placed = PlacedTrunk(ops, numbers, head, memory)
-    return model.placed
+    return PlacedTrunk(model, ops, numbers, head, memory)
 
 
 def _obstacle(block: Block) -> str:

@@ -272,6 +272,8 @@ def test_memory_is_given_back_with_the_sequence_and_with_the_trunk(mini: Path) -
         trunk.close()
         free, total = device.memory_info()
         assert free == total
+        run.in_chunks(some_ids(), TOKENS)  # on the CPU again
+        assert device.memory_info()[0] == total
 
 
 def test_too_little_memory_is_said(mini: Path) -> None:
