@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import jsonschema
+import pexpect
 import pytest
-from program import Colibri
+from program import COMMAND, Colibri, environment
 
 from colibri_mmap import Engine, Sampling
 from colibri_mmap.runtime.template import ChatTemplate
@@ -74,3 +77,16 @@ def test_reasoning_is_no_part_of_the_reply(colibri: Colibri, model: Path) -> Non
     told = json.loads(colibri(*arguments, "--json").stdout)
     assert told["reply"] == ""
     assert told["reasoning"] == raw.lstrip()
+
+
+def test_a_terminal_shows_reasoning_dimmed(colibri: Colibri, model: Path, tmp_path: Path) -> None:
+    arguments = ["chat", "-m", str(model), "-p", "Hi", "--temp", "0", "-n", "12"]
+    arguments += ["--chat-template", THINKS]
+    reasoning = json.loads(colibri(*arguments, "--json").stdout)["reasoning"]
+    shown = pexpect.run(
+        shlex.join([*COMMAND, *arguments]), env=environment(tmp_path), timeout=60
+    ).decode(errors="replace")
+    dimmed = "".join(re.findall(r"\x1b\[2m(.*?)\x1b\[0m", shown, re.DOTALL))
+    words = re.findall(r"[A-Za-z0-9]{3,}", reasoning)
+    assert words
+    assert all(word in dimmed for word in words)
