@@ -57,11 +57,12 @@ def bench(
     Each run reads a prompt and writes a reply behind it, from an empty context. A first, short run
     that warms up is not counted.
     """
+    given = options.needed_model(model, model_option)
+
     from colibri_mmap.cli.console import messages, results
     from colibri_mmap.cli.memory import ram_settings, vram_settings
     from colibri_mmap.cli.opening import open_engine
 
-    given = options.needed_model(model, model_option)
     console = messages()
     memory = ram_settings(
         ram=ram,

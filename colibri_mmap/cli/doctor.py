@@ -25,11 +25,12 @@ def doctor(
     Nothing is changed. With a model its place is looked at too, and the disk is measured for three
     seconds by reading parts of it.
     """
+    given = options.given_model(model, model_option)
+
     from colibri_mmap.cli.console import results, silent_keyboard
     from colibri_mmap.format.gguf import open_gguf
     from colibri_mmap.runtime.checkup import checkup
 
-    given = options.given_model(model, model_option)
     with silent_keyboard():
         findings = list(checkup(open_gguf(given.path) if given else None))
     if as_json:

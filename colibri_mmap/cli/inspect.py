@@ -26,10 +26,11 @@ def inspect(
     verbose: options.Verbose = False,
 ) -> None:
     """Show what a model file holds, without reading its weights."""
+    given = options.needed_model(model, model_option)
+
     from colibri_mmap.format.describe import describe
     from colibri_mmap.format.gguf import open_gguf
 
-    given = options.needed_model(model, model_option)
     gguf = open_gguf(given.path)
     summary = describe(gguf)
     if as_json:

@@ -36,10 +36,11 @@ def tune(
     tokens. Only what gains more than the measurements scatter is kept. Flags go before what is
     stored, and no setting changes a reply. Leave the machine alone meanwhile.
     """
+    given = options.needed_model(model, model_option)
+
     from colibri_mmap.cli.console import ProgressBar, messages, printable, results, silent_keyboard
     from colibri_mmap.runtime.tuning import tune as find_settings
 
-    given = options.needed_model(model, model_option)
     console = messages()
 
     def report(comparison: Comparison) -> None:

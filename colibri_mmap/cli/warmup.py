@@ -16,11 +16,12 @@ def warmup(
 
     With a model only those that it needs, else all of them.
     """
+    given = options.given_model(model, model_option)
+
     from colibri_mmap.cli.console import ProgressBar, results
     from colibri_mmap.format.gguf import open_gguf
     from colibri_mmap.runtime.warmup import all_tasks, compile_tasks, model_tasks
 
-    given = options.given_model(model, model_option)
     if given is None:
         tasks = all_tasks()
     else:

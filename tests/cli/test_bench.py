@@ -17,6 +17,8 @@ def test_bench_as_json(colibri: Colibri, mini: Path) -> None:
     )
     report = json.loads(done.stdout)
     assert (report["mode"], report["threads"]) == ("int8", 1)
+    assert (report["model"], report["name"]) == (str(mini / MODEL), MODEL.name)
+    assert report["general_name"] == "Hf"
     assert len(report["samples"]) == 3
     for sample in report["samples"]:
         assert (sample["prompt_tokens"], sample["generated_tokens"]) == (40, 5)
@@ -26,8 +28,9 @@ def test_bench_as_json(colibri: Colibri, mini: Path) -> None:
 
 
 def test_bench_as_a_table(colibri: Colibri, mini: Path) -> None:
-    done = colibri("bench", "-m", mini / MODEL, "-p", "40", "-n", "5", "-r", "1", "--mode", "exact")
+    done = colibri("bench", mini / MODEL, "-p", "40", "-n", "5", "-r", "1", "--mode", "exact")
     text = done.stdout.decode()
+    assert f"{MODEL.name} · Hf · exact" in text
     assert "exact" in text
     assert "prompt of 40 tokens" in text
     assert "reply of 5 tokens" in text

@@ -34,9 +34,12 @@ def cache(colibri: Colibri, tmp_path: Path) -> Callable[..., tuple[int, list[str
     return run
 
 
-def test_shows_what_is_kept_and_where(cache: Cache, places: dict[str, Path]) -> None:
+def test_shows_what_is_kept_and_where(
+    cache: Cache, colibri: Colibri, places: dict[str, Path]
+) -> None:
     status, lines = cache()
     assert status == 0
+    assert b"`colibri-mmap list`" in colibri("cache").stderr
     assert {line.split()[0] for line in lines} == set(places)
     for line in lines:
         assert "1.5 kB" in line

@@ -33,6 +33,8 @@ def test_the_place_of_a_model(colibri: Colibri, mini: Path) -> None:
     assert [name for name in found if name != "drive"] == MACHINE + PLACE
     assert "100% of the experts fit" in found["fit"]["text"]
     assert "not tuned yet" in found["tuning"]["text"]
+    assert " kB are used by every token" in found["locking"]["text"]
+    assert not any(" 0 MB" in finding["text"] for finding in found.values())
 
 
 def test_compiled_kernels_are_recognised(colibri: Colibri, mini: Path, tmp_path: Path) -> None:

@@ -56,7 +56,33 @@ def test_verify_names_the_damaged_expert(colibri: Colibri, packed: Path) -> None
 def test_verify_says_that_a_plain_file_has_no_checksums(colibri: Colibri, mini: Path) -> None:
     done = colibri("verify", mini / MODEL)
     assert done.returncode == 0
-    assert b"only packed files have checksums" in done.stdout
+    assert b"only packed files and pulled ones have checksums" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"# Notes on models\nand some more text", "it starts with b'# No'"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer in place"),
+        (b"<!DOCTYPE html><html><body></body></html>", "a web page"),
+        (b"", "0 bytes are too few"),
+    ],
+)
+def test_what_is_no_model_is_called_by_its_name(
+    colibri: Colibri, tmp_path: Path, content: bytes, says: str
+) -> None:
+    (tmp_path / "x.gguf").write_bytes(content)
+    done = colibri("inspect", "x.gguf")
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
+    assert done.stderr.startswith(b"error: x.gguf: ")
+    assert says in done.stderr.decode()
+
+
+def test_a_directory_of_many_models(colibri: Colibri, data: Path) -> None:
+    done = colibri("inspect", data / "hostile")
+    count = len(list((data / "hostile").glob("*.gguf")))
+    assert f"holds {count} models" in done.stderr.decode()
+    assert done.stderr.decode().rstrip().endswith(f" and {count - 8} more")
 
 
 def test_inspect_agrees_with_another_reader(colibri: Colibri, mini: Path, packed: Path) -> None:

@@ -101,7 +101,42 @@ def test_chat_without_a_model_says_what_to_do(colibri: Colibri) -> None:
     assert done.stdout == b""
     assert b"chat -m" in done.stderr
     assert b"chat --demo" in done.stderr
-    assert done.stderr.count(b"\n") == 3
+    assert b"colibri-mmap pull owner/name" in done.stderr
+    assert done.stderr.count(b"\n") == 4
+
+
+def test_one_model_is_asked_for() -> None:
+    """By every command that takes one, whether none is named or two are."""
+    code = (
+        "import sys; from colibri_mmap.cli import app\n"
+        "for command in sys.argv[1:]:\n"
+        "    last = ['x.gguf'] if command == 'pack' else []\n"
+        "    for named in ([], ['a.gguf', *last, '-m', 'b.gguf'], ['a.gguf', *last, 'b.gguf']):\n"
+        "        try: app([command, *named])\n"
+        "        except SystemExit as end: print(command, end.code)\n"
+    )
+    needing = ["bench", "inspect", "pack", "plan", "tune", "verify"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *needing], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout.splitlines() == [f"{name} 2" for name in needing for _ in range(3)]
+    said = " ".join(done.stderr.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", "").split())
+    assert said.count("'MODEL': there is none: name a GGUF file") == len(needing)
+    assert said.count("'MODEL': a.gguf is one, and b.gguf behind -m is another") == len(needing)
+
+
+def test_a_prompt_in_place_of_a_model(colibri: Colibri) -> None:
+    done = colibri("chat", "Why is the sky blue?", text=b"Hi")
+    assert done.returncode == 1
+    assert b"goes behind -p" in done.stderr
+
+
+def test_help_breaks_lines_only_where_they_end(colibri: Colibri) -> None:
+    """Docstrings are wrapped for another width than the terminal's."""
+    text = colibri("plan", "-h", COLUMNS="200").stdout.decode()
+    assert "A model that memory cannot hold the always needed parts of is refused" in text
+    assert "[OPTIONS] [MODEL]" in text
+    assert "--json  <bool>" not in " ".join(text.split(" "))
 
 
 @pytest.mark.parametrize(

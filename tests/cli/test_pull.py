@@ -20,6 +20,7 @@ from program import COMMAND, ROOT, Colibri, environment
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 NAME = "bird/Mix-GGUF"
+MODEL_COMMANDS = ("bench", "chat", "doctor", "inspect", "plan", "tune", "verify", "warmup")
 Terminal = Callable[..., "pexpect.spawn[str]"]
 
 
@@ -197,6 +198,69 @@ def test_a_full_disk_keeps_what_has_arrived(
     assert partial.read_bytes() == content[:90_000]
 
 
+@pytest.fixture
+def stored(mini: Path, tmp_path: Path) -> Path:
+    """A model in the cache, as every program lays it out: its path in the snapshot."""
+    content = (mini / "mixtral" / "mixtral.Q8_0.gguf").read_bytes()
+    blobs, snapshot = cached(tmp_path) / "blobs", cached(tmp_path) / "snapshots" / ("0" * 40)
+    for directory in (blobs, snapshot):
+        directory.mkdir(parents=True)
+    (blobs / blob(content)).write_bytes(content)
+    link = snapshot / "Mix-Q8_0.gguf"
+    link.symlink_to(f"../../blobs/{blob(content)}")
+    return link
+
+
+def test_verify_compares_a_pulled_model(program: Colibri, stored: Path) -> None:
+    sound = program("verify", NAME)
+    assert sound.stdout.decode() == f"{NAME}: sound, 189 kB match their checksums\n"
+    assert program("verify", stored).stdout.endswith(b": sound, 189 kB match their checksums\n")
+    with stored.open("r+b") as file:
+        file.seek(-5000, 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    damaged = program("verify", NAME)
+    assert (damaged.returncode, damaged.stdout) == (1, b"")
+    assert b"Mix-Q8_0.gguf: the checksum does not match" in damaged.stderr
+    assert f"`colibri-mmap rm {NAME}` and `colibri-mmap pull {NAME}`" in damaged.stderr.decode()
+    assert damaged.stderr.count(b"\n") == 1
+
+
+def test_verify_of_a_copy_among_links(program: Colibri, stored: Path) -> None:
+    """Nothing tells what the content of a file in place of a link should be."""
+    content = stored.read_bytes()
+    stored.unlink()
+    stored.write_bytes(content)
+    done = program("verify", NAME)
+    assert done.returncode == 0
+    assert b"its structure is sound; only packed files and pulled ones have" in done.stdout
+
+
+def test_a_pulled_model_that_was_packed(program: Colibri, stored: Path, tmp_path: Path) -> None:
+    by_name = program("pack", "-m", NAME, "a.gguf")
+    assert f"`colibri-mmap rm {NAME}` frees" in by_name.stderr.decode()
+    by_path = program("pack", stored, "b.gguf")
+    assert (by_path.returncode, by_path.stderr) == (0, b"")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_commands_show_the_name_that_was_typed(program: Colibri, stored: Path) -> None:
+    for command in ("inspect", "plan"):
+        assert f"{NAME} (Hf)" in program(command, NAME).stdout.decode()
+        assert "Mix-Q8_0.gguf (Hf)" in program(command, stored).stdout.decode()
+    planned = json.loads(program("plan", NAME, "--json").stdout)
+    assert (planned["name"], planned["general_name"]) == (NAME, "Hf")
+
+
+def test_the_cache_is_no_model(program: Colibri, stored: Path, tmp_path: Path) -> None:
+    assert json.loads(program("inspect", "--json", stored.parent).stdout)["experts"] == 8
+    for place in (tmp_path / "hf" / "hub", cached(tmp_path), stored.parents[1]):
+        done = program("inspect", place)
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert b"`colibri-mmap list` shows the names" in done.stderr
+
+
 def test_rm_asks_at_a_terminal(terminal: Terminal, mini: Path, tmp_path: Path) -> None:
     snapshot = cached(tmp_path) / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -214,9 +278,9 @@ def test_rm_asks_at_a_terminal(terminal: Terminal, mini: Path, tmp_path: Path) -
 def test_every_command_takes_names(variables: dict[str, str]) -> None:
     name = "bird/absent:Q8_0"
     commands = [
-        *([command, "-m", name] for command in ("bench", "plan", "doctor", "tune", "warmup")),
-        *(["serve", "-m", name], ["chat", "-p", "Hi", "-m", name], ["pack", name, "x.gguf"]),
-        *(["inspect", name], ["verify", name]),
+        *([command, "-m", name] for command in MODEL_COMMANDS),
+        *([command, name] for command in MODEL_COMMANDS),
+        *(["serve", "-m", name], ["pack", name, "x.gguf"], ["pack", "-m", name, "x.gguf"]),
     ]
     code = (
         "from colibri_mmap.cli import app\n"
