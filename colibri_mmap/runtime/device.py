@@ -52,6 +52,10 @@ class OutOfDeviceMemory(DeviceError):
         )
 
 
+class ContextOutgrew(ResourceError):
+    """A device has no room for the keys and values of a longer context."""
+
+
 class DeviceMemory(Protocol):
     """An allocation, aligned to ALIGNMENT; `free` may be called twice."""
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ResourceError
 from .arena import Rows
-from .device import DeviceBackend, DeviceMemory, OutOfDeviceMemory
+from .device import ContextOutgrew, DeviceBackend, DeviceMemory, OutOfDeviceMemory
 from .kv import KVCache, LayerCache
 from .snapshots import rounded
 from .trunkkernels import PLACE_WORDS, copy_rows
@@ -72,7 +71,7 @@ class DeviceCache:
         self._end.atexit = False  # the device may be gone by then
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens; ResourceError where the device has none."""
+        """Make room for `length` tokens; ContextOutgrew where the device has none."""
         for index, layer in enumerate(self._layers):
             most = layer.host.positions
             if layer.positions < min(length, most):
@@ -84,7 +83,7 @@ class DeviceCache:
         try:
             memory = self._backend.allocate(layer.nbytes(positions))
         except OutOfDeviceMemory as error:
-            raise ResourceError(
+            raise ContextOutgrew(
                 f"the GPU has no room for {positions} tokens of context: choose a smaller "
                 f"--ctx-size, or fewer --gpu-layers ({error})"
             ) from error

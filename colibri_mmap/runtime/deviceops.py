@@ -95,16 +95,29 @@ class DeviceOps:
         self._products = DeviceKernels(cast(DeviceBackend, self._launcher))  # they only launch
         self._kept: dict[object, _Kept] = {}  # the ones used last at the end
         self._uploaded = False  # since a tape began
-        self._caches: WeakSet[DeviceCache] = WeakSet()
+        self._caches: WeakSet[KVCache] = WeakSet()  # that have had a mirror here
         self._slices, self._places = Slices(0, 0, 0, 0), 0
         self._shape: tuple[int, ...] = ()  # of the batch, as far as launches depend on it
 
     def close(self) -> None:
         """Give the memory back, that of caches too; nothing may be computed any more."""
         for cache in list(self._caches):
-            cache.close()
+            for mirror in self._mirrors(cache):
+                mirror.close()
         self.backend.synchronize(self.backend.record(self.backend.compute))
         self.arena.close()
+
+    def retreat(self) -> None:
+        """Bring what sequences have here to the host, and give its memory back."""
+        for cache in list(self._caches):
+            for mirror in self._mirrors(cache):
+                mirror.to_host(cache.context)
+                mirror.close()
+                cache.mirrors.remove(mirror)
+
+    @staticmethod
+    def _mirrors(cache: KVCache) -> list[DeviceCache]:
+        return [mirror for mirror in cache.mirrors if isinstance(mirror, DeviceCache)]
 
     # -------------------------------------------------------------------------- plumbing
     def temporaries(self) -> DeviceTemporaries:
@@ -214,7 +227,7 @@ class DeviceOps:
         mirror = DeviceCache(self.backend, cache, self._layers)
         if position:
             mirror.to_device(position)
-        self._caches.add(mirror)
+        self._caches.add(cache)
         cache.mirrors.append(mirror)
         return mirror
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..errors import ArgumentError, FormatError, ResourceError
 from ..format.gguf import GGUF, open_gguf
 from . import scheduler
+from .device import ContextOutgrew
 from .experts import ExpertStore
 from .expertview import ExpertView
 from .generation import Generation, Request, Surroundings
@@ -385,7 +386,7 @@ class Engine:
                 trace = Trace()
             known = [len(sequence.ids) for sequence, _ in work]
             try:
-                logits = scheduler.step(self._model, self._ops, work, wanted, trace)
+                logits = self._forward(work, wanted, trace)
                 self._weights.check()
             except BaseException:
                 for (sequence, _), length in zip(work, known, strict=True):
@@ -413,6 +414,22 @@ class Engine:
             paged.prefetch_hits,
             *(() if self._vram is None else self._vram.counts()),
         )
+
+    def _forward(
+        self,
+        work: Sequence[tuple[scheduler.Sequence, Sequence[int]]],
+        wanted: Literal["none", "last", "all"],
+        trace: Trace | None,
+    ) -> NDArray[np.float32]:
+        """A step; blocks leave a GPU that a context has outgrown."""
+        try:
+            return scheduler.step(self._model, self._ops, work, wanted, trace)
+        except ContextOutgrew as error:
+            if self._vram is None or self._vram.trunk is None:
+                raise
+            self._vram = self._vram.retreat()
+            self.notices.append(f"attention goes on on the CPU: {error}")
+            return scheduler.step(self._model, self._ops, work, wanted, trace)
 
     def device_report(self) -> DeviceReport | None:
         """What the model has on a GPU now; None if there is none."""

@@ -65,6 +65,11 @@ class PlacedTrunk:
         """Take memory for the first `length` tokens of a sequence now; ResourceError."""
         self.ops.attach(cache, length)
 
+    def retreat(self) -> None:
+        """Run the blocks on the CPU again; sequences go on with what they have."""
+        self.ops.retreat()
+        self.close()
+
     def close(self) -> None:
         """Run the blocks on the CPU again and give all memory back; safe to call twice.
 

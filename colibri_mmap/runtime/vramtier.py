@@ -100,6 +100,12 @@ class VramTier:
             plan=self.plan,
         )
 
+    def retreat(self) -> VramTier:
+        """The tier without blocks: they and the context go on on the CPU."""
+        assert self.trunk is not None
+        self.trunk.retreat()
+        return replace(self, trunk=None)
+
     def close(self) -> None:
         """Give the memory back, after what is being computed."""
         if self.offload is not None:

@@ -228,3 +228,26 @@ def test_memory_is_given_back(mixtral: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert free < total
     free, total = devices[0].memory_info()
     assert free == total
+
+
+def test_a_context_that_outgrows_the_gpu_goes_on_on_the_cpu(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same tokens, and what the GPU had of the context."""
+    ids = IDS * 50
+    with Engine.open(mixtral, gpu=NO_GPU) as engine:
+        expected = [token.id for token in engine.generate(ids, 40, GREEDY)]
+    device = open_host_device()
+    monkeypatch.setattr("colibri_mmap.runtime.engine.find_device", lambda *_: device)
+    with Engine.open(mixtral, gpu=VramSettings(gpu_layers=1)) as engine:
+        replies = engine.generate(ids, 40, GREEDY)
+        said = [next(replies).id for _ in range(10)]  # the first 1,024 positions have room
+        taken = device.allocate(device.memory_info()[0])
+        said += [token.id for token in replies]
+        assert said == expected
+        assert "attention goes on on the CPU: the GPU has no room" in engine.notices[-1]
+        report = engine.device_report()
+        assert report is not None
+        assert report.layers == 0
+        assert engine.stats.vram_hits > 0
+        taken.free()
