@@ -104,7 +104,8 @@ class ExpertPager:
 
     def present(self) -> NDArray[np.bool_]:
         """Which experts the book has in memory [total]."""
-        return self._state == _READY
+        present: NDArray[np.bool_] = self._state == _READY
+        return present
 
     # -------------------------------------------------------------------------- asking
     def note_elsewhere(self, layer: int, experts: NDArray[np.int64]) -> None:
