@@ -35,6 +35,7 @@ def _paragraphs(command: Callable[..., None]) -> str:
 
 app = typer.Typer(
     help="Run Mixture-of-Experts language models straight from mapped GGUF files.",
+    epilog="To begin: colibri-mmap chat --demo",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

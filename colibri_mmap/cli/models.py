@@ -35,7 +35,7 @@ def list_models(as_json: options.AsJson = False, verbose: options.Verbose = Fals
     """List the models that were pulled.
 
     All GGUF models in the cache of the Hugging Face hub (HF_HOME) are listed, whichever program
-    fetched them. -m takes the names.
+    fetched them. Every command takes the names.
     """
     from colibri_mmap.runtime.modelstore import find_models, hub_cache
 

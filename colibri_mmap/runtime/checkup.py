@@ -241,8 +241,8 @@ def _disk(gguf: GGUF) -> Finding:
     except ColibriError as error:
         return _finding("disk", "not measured", str(error))
     text = (
-        f"{byte_size(one)}/s in random reads of {byte_size(size)}, {byte_size(four)}/s with four at "
-        "a time"
+        f"{byte_size(one)}/s in random reads of {byte_size(size)}, {byte_size(four)}/s with four "
+        "at a time"
     )
     slow = max(one, four) < _SLOW_DISK and size >= _TELLING_READ
     advice = "an NVMe drive is several times faster, and so is a model that does not fit in memory"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from .budget import parse_size
 from .device import DeviceBackend, probe
-from .ops import Mode
+
+if TYPE_CHECKING:  # which would import numba, where only a plan is made
+    from .ops import Mode
 
 
 @dataclass(frozen=True, slots=True)
