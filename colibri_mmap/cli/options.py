@@ -84,7 +84,7 @@ ModelArgument = Annotated[
     str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)
 ]
 ModelOption = Annotated[
-    str | None, _model("-m", "--model", metavar="MODEL", help="The same as an option.")
+    str | None, _model("-m", "--model", metavar="MODEL", help="Another way to name MODEL.")
 ]
 Threads = Annotated[
     int,
