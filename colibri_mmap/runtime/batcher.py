@@ -174,7 +174,7 @@ class Batcher:
             try:
                 self._turn()
             except Exception as error:  # a bug, or no memory: it must not end the others to come
-                for ticket in self._active.copy():
+                for ticket in self._active.copy() or self._tickets()[:1]:
                     self._fail(ticket, error)
         for ticket in self._tickets():
             try:
