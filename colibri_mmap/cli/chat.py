@@ -191,6 +191,7 @@ def _reply_once(
     """Print the reply to stdout and nothing else there; statistics go to stderr."""
     from colibri_mmap.cli.console import messages, printable
     from colibri_mmap.cli.liveline import LiveLine
+    from colibri_mmap.cli.opening import tell_notices
     from colibri_mmap.cli.reply import full_context_hint, progress_line, stream_reply, summary
 
     with LiveLine(lambda: progress_line(engine)) as line:
@@ -212,6 +213,7 @@ def _reply_once(
         session.keep(conversation.answered(reply.text))
     if reply.interrupted:
         raise KeyboardInterrupt
+    tell_notices(engine)
     if engine.stats.finish_reason == "context":
         console.print(f"note: {full_context_hint(engine)}", markup=False)
     if verbose or (console.is_terminal and sys.stdout.isatty()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +18,7 @@ from rich.table import Table
 from colibri_mmap.cli.console import messages, printable
 from colibri_mmap.cli.conversation import Conversation
 from colibri_mmap.cli.liveline import LiveLine
+from colibri_mmap.cli.opening import tell_notices
 from colibri_mmap.cli.reply import (
     ReplySettings,
     full_context_hint,
@@ -134,6 +135,7 @@ class Interactive:
         self._conversation = conversation.answered(reply.text)
         self._replied = True
         self._say(summary(self._engine) + (" · stopped" if reply.interrupted else ""))
+        tell_notices(self._engine)
         if self._engine.stats.finish_reason == "context":
             self._say(f"{full_context_hint(self._engine)}; /clear begins a new conversation")
         self._keep()
@@ -190,6 +192,11 @@ class Interactive:
         table = Table.grid(padding=(0, 3))
         for name, value in self._engine.stats.as_dict().items():
             table.add_row(name.replace("_", " "), _shown(value))
+        if gpu := self._engine.device_report():
+            table.add_row("GPU", printable(gpu.name))
+            there = f"{gpu.layers} layers, {gpu.experts:,} of {gpu.experts_in_all:,} experts"
+            table.add_row("in VRAM", there)
+            table.add_row("experts there, by layer", _bars(gpu.shares))
         self._console.print(table, markup=False)
 
     def _save(self, name: str) -> None:
@@ -228,6 +235,12 @@ def _title(engine: Engine) -> str:
     """Model, arithmetic and size of the context in one line."""
     name = engine.gguf.str("general.name", "") or engine.gguf.path.name
     return f"{name} · {engine.mode} · {engine.threads} threads · context {engine.context_length}"
+
+
+def _bars(shares: Sequence[float]) -> str:
+    """A column for each share, 0 to 1; a space is nothing."""
+    steps = " ▁▂▃▄▅▆▇█"
+    return "".join(steps[-(-round(share * 1000) * 8 // 1000)] for share in shares)
 
 
 def _shown(value: object) -> str:

@@ -52,10 +52,16 @@ def open_engine(
     finally:
         gc.freeze()
         gc.enable()
-    console = messages()
-    for notice in engine.notices:
-        console.print(printable(f"note: {notice}"), style="dim", markup=False)
+    tell_notices(engine)
     return engine
+
+
+def tell_notices(engine: Engine) -> None:
+    """Print what the engine has to say that was not printed yet, to stderr."""
+    console = messages()
+    while engine.notices:
+        notice = engine.notices.pop(0)
+        console.print(printable(f"note: {notice}"), style="dim", markup=False)
 
 
 def demo_model() -> Path:

@@ -48,13 +48,17 @@ _ACTIVATIONS = {elementwise.silu_mul: SILU, elementwise.clamped_swiglu: CLAMPED_
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What a model has on a device: the blocks and experts that are there, and the plan."""
+    """What a model has on a device: the blocks and experts that are there, and the plan.
+
+    `shares`: by layer that has experts the part of them, 0 to 1.
+    """
 
     name: str
     total_bytes: int
     layers: int
     experts: int
     experts_in_all: int
+    shares: tuple[float, ...]
     plan: VramPlan
 
 
@@ -97,6 +101,7 @@ class VramTier:
             layers=0 if self.trunk is None else len(self.trunk.layers),
             experts=sum(int(np.count_nonzero(layer)) for layer in resident.values()),
             experts_in_all=sum(len(layer) for layer in resident.values()),
+            shares=tuple(float(layer.mean()) for layer in resident.values()),
             plan=self.plan,
         )
 

@@ -27,12 +27,14 @@ NUMBERS = (
 class Terminal:
     """A person at a terminal: types lines, waits for what appears."""
 
-    def __init__(self, model: Path, directory: Path, arguments: list[str]) -> None:
+    def __init__(
+        self, model: Path, directory: Path, arguments: list[str], variables: dict[str, str]
+    ) -> None:
         self.directory = directory
         self.process: pexpect.spawn[str] = pexpect.spawn(
             COMMAND[0],
             [*COMMAND[1:], "chat", "-m", str(model), *arguments],
-            env={**environment(directory / "state"), "PROMPT_TOOLKIT_NO_CPR": "1"},
+            env={**environment(directory / "state"), "PROMPT_TOOLKIT_NO_CPR": "1", **variables},
             cwd=directory,
             encoding="utf-8",
             timeout=60,
@@ -81,8 +83,8 @@ class Terminal:
 def chat(mini: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
 
-    def start(*arguments: str) -> Terminal:
-        opened.append(Terminal(mini / MODEL, tmp_path, list(arguments)))
+    def start(*arguments: str, **variables: str) -> Terminal:
+        opened.append(Terminal(mini / MODEL, tmp_path, list(arguments), variables))
         return opened[-1]
 
     yield start
@@ -226,3 +228,17 @@ def test_a_session_goes_on(chat: Callable[..., Terminal]) -> None:
     terminal = chat("--session", "trip", "-n", "8")
     assert terminal.saved() == [{"role": "system", "content": "Be brief"}]
     assert "Where to?" not in terminal.process.before
+
+
+def test_what_is_on_the_gpu(chat: Callable[..., Terminal]) -> None:
+    terminal = chat("-n", "8", "--temp", "0", COLIBRI_DEVICE="host")
+    terminal.enters("Hello")
+    terminal.shows("VRAM ")
+    terminal.enters("/stats")
+    terminal.process.expect(r"vram hits +(\d+)")
+    assert int(terminal.process.match[1]) > 0
+    terminal.shows("host memory in place of a GPU")
+    terminal.shows("2 layers, ")
+    terminal.process.expect(r"experts there, by layer +([▁▂▃▄▅▆▇█]{2})")
+    terminal.enters("/exit")
+    terminal.leaves()
