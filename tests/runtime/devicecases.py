@@ -79,11 +79,12 @@ def random_activations(count: int, width: int, rng: np.random.Generator) -> NDAr
     """float32 [count, width]: blocks of mixed size, of zeros, of sub-normal numbers."""
     x = rng.standard_normal((count, width)).astype(np.float32)
     x *= np.float32(10) ** rng.integers(-3, 1, (count, width)).astype(np.float32)
-    x[0, :32] = 0
     if width >= 64:
-        x[-1, 32:64] = rng.integers(-190, 190, 32) * _LEAST
+        x[0, 32:64] = 0
     if width >= 96:
-        x[-1, 64:96] = rng.integers(-40, 40, 32) * _LEAST  # of a scale that is 0
+        x[-1, 64:96] = rng.integers(-190, 190, 32) * _LEAST
+    if width >= 128:
+        x[-1, 96:128] = rng.integers(-40, 40, 32) * _LEAST  # of a scale that is 0
     return x
 
 
@@ -373,7 +374,7 @@ def check_type(bench: Workbench, type: GGMLType) -> float:
     ):
         hidden = 256 if choices is SINGLE or block_geometry(type)[0] == 256 else 32
         shape = expert_shape(type, activation=activation, hidden=hidden)
-        experts = random_experts(shape, choices, rng, biases=activation == CLAMPED_SWIGLU)
+        experts = random_experts(shape, choices, rng, biases=choices in (SINGLE, SHARED))
         x = random_activations(len(choices), shape.width, rng)
         error = max(error, experts.check(bench, x, add))
         bench.free()

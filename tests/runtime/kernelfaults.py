@@ -48,7 +48,7 @@ FAULTS = {
     "surplus columns are written": Fault(
         "Q4_0", "t + j < count && first + r < rows", "first + r < rows"
     ),
-    "surplus columns are read": Fault("Q4_0", "if (j == 0 || j < live)", "if (true)"),
+    "surplus columns are read": Fault("F16", "if (j == 0 || j < live)", "if (true)"),
     "surplus hidden rows are written": Fault("Q4_0", "if (p + j < end) out", "out", "void down("),
     "warps share units twice": Fault(
         "Q8_0", "after = i + blockDim.y * WARP", "after = i + WARP", "void accumulate("
@@ -71,7 +71,7 @@ FAULTS = {
         "    if (threadIdx.x == 0) {\n#pragma unroll\n" + _SUMS_OF_WARP + "    __syncthreads();\n}",
     ),
     "sums of another row group": Fault(
-        "Q8_0", "first = threadIdx.z * blockDim.y;", "first = 0;", "void sum_of_row_group("
+        "Q4_K", "first = threadIdx.z * blockDim.y;", "first = 0;", "void sum_of_row_group("
     ),
     "half of the lanes": Fault("Q8_0", "apart = WARP / 2", "apart = WARP / 4", "sum_of_warp"),
     "half of the mask": Fault("Q8_0", "ALL_LANES 0xffffffffu", "ALL_LANES 0x0000ffffu"),
