@@ -84,12 +84,12 @@ def test_system_blocks_and_results(claude: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_used(claude: anthropic.Anthropic, stream: bool) -> None:
     request = {
-        "model": "qwen",
         "max_tokens": 300,
         "messages": USER,
         "tools": [CLOCK],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
         **QUIET,
+        **GREEDY,
     }
     if stream:
         with claude.messages.stream(**request) as events:
@@ -109,7 +109,7 @@ def test_thinking_is_a_block_of_its_own(claude: anthropic.Anthropic) -> None:
         "messages": USER,
         "max_tokens": 1024 + 8,
         "thinking": {"type": "enabled", "budget_tokens": 1024},
-        "model": "qwen",
+        **GREEDY,
     }
     short = {**request, "max_tokens": 8}
     reply = claude.messages.create(**short)
