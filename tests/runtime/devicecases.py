@@ -37,6 +37,7 @@ SCALES: dict[str, tuple[int, ...]] = {  # where the half-precision scales of a b
     "Q3_K": (108,),
     "Q6_K": (208,),
 }
+WITH_MINIMUM = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 _SUBNORMAL = 3e-7  # in half precision
 _TINY = 1e-30  # products below it end where float32 does
 _LEAST = np.float32(1e-45)  # above 0
@@ -362,10 +363,13 @@ def check_type(bench: Workbench, type: GGMLType) -> float:
     for rows, columns, count in shapes(type):
         error = max(error, check_matvec(bench, type, rows, columns, count, rng))
         bench.free()
-    raw = random_weights(type, 5, max(32, block_geometry(type)[0]), rng)
+    raw = random_weights(type, 5, 768, rng)
     expected = dequantised(type, raw)
     found = bench.dequantise(type, raw, expected.shape[1])
-    error = max(error, worst(found, expected, np.abs(expected).max()))
+    if type.name in WITH_MINIMUM:  # a GPU may round once where ggml rounds twice
+        error = max(error, worst(found, expected, np.abs(expected).max()))
+    else:
+        assert np.array_equal(found, expected), "other floats than ggml's"
     for choices, activation, add in (
         (SINGLE, SILU, True),
         (SPREAD, SILU, False),
