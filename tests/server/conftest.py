@@ -32,7 +32,7 @@ def server(
 ) -> Iterator[ServerProcess]:
     """Two models, one open at a time; they answer to `qwen`, `also-qwen` and `mixtral`."""
     arguments = ["-m", f"qwen={qwen}", "-m", f"mixtral={mixtral}", "--alias", "also-qwen"]
-    arguments += ["--chat-template-file", str(TEMPLATE), "--threads", "2", "--parallel", "4"]
+    arguments += ["--chat-template-file", str(TEMPLATE), "--threads", "1", "--parallel", "4"]
     with ServerProcess(tmp_path_factory.mktemp("server"), *arguments) as server:
         server.wait_for("qwen is open")
         yield server

@@ -16,7 +16,7 @@ from serverprocess import ServerProcess
 @pytest.fixture
 def server(qwen: Path, tmp_path: Path) -> Iterator[ServerProcess]:
     """A model whose replies end soon, for lack of context."""
-    arguments = ["-m", f"qwen={qwen}", "--ctx-size", "128", "--threads", "2"]
+    arguments = ["-m", f"qwen={qwen}", "--ctx-size", "128", "--threads", "1"]
     template = Path(__file__).parent / "tools.jinja"
     with ServerProcess(tmp_path, *arguments, "--chat-template-file", template) as server:
         server.wait_for("qwen is open")

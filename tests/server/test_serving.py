@@ -32,7 +32,7 @@ LONG = {**SHORT, "max_tokens": 4000, "logit_bias": {"310": -100, "312": -100}}
 
 @contextmanager
 def serving(state: Path, *arguments: str | Path, **variables: str) -> Iterator[ServerProcess]:
-    with ServerProcess(state, *arguments, **variables) as server:
+    with ServerProcess(state, *arguments, "--threads", "1", **variables) as server:
         server.wait_for("is open")
         yield server
 
@@ -108,7 +108,7 @@ def test_keys(qwen: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def narrow(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One reply at a time, one request that waits."""
-    arguments = ["-m", f"qwen={qwen}", "--parallel", "1", "--queue", "1", "--threads", "1"]
+    arguments = ["-m", f"qwen={qwen}", "--parallel", "1", "--queue", "1"]
     with serving(tmp_path_factory.mktemp("narrow"), *arguments) as server:
         yield server
 
@@ -184,7 +184,7 @@ def test_metrics_have_few_labels(narrow: ServerProcess) -> None:
 
 
 def test_a_reply_that_takes_too_long(qwen: Path, tmp_path: Path) -> None:
-    arguments = ["-m", str(qwen), "--timeout", "0.4", "--threads", "1"]
+    arguments = ["-m", str(qwen), "--timeout", "0.4"]
     key = {"authorization": "Bearer secret"}
     with serving(tmp_path, *arguments, COLIBRI_API_KEY="secret") as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
