@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _ADDRESS = re.compile(r"http://\S+?:\d+")
-_SECONDS = 120  # until a server has to be there, or to have ended
+_SECONDS = 300  # until a server has to be there, or to have ended
 
 
 class ServerProcess(AbstractContextManager["ServerProcess"]):
