@@ -1,8 +1,8 @@
 """The GPU as a device: the only file that imports cupy.
 
 Memory is allocated outside cupy's pools, streams do not synchronise with the default one, kernels
-are compiled by NVRTC for the GPU that is there (cupy keeps the result in ~/.cupy), products of
-matrices are cuBLAS's. Errors of CUDA become DeviceError here.
+are compiled by NVRTC for the GPU that is there, products of matrices are cuBLAS's. Errors of CUDA
+become DeviceError here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from .cubins import kept_code
 from .cudasources import CudaModule
 from .device import (
     Address,
@@ -156,11 +157,11 @@ class CudaBackend:
     kind: Literal["cuda"] = "cuda"
 
     def __init__(self, cupy: Any, modules: Iterable[CudaModule]) -> None:
-        self._cupy, self._cuda, self._runtime = cupy, cupy.cuda, cupy.cuda.runtime
+        self._cuda, self._runtime = cupy.cuda, cupy.cuda.runtime
         self._cublas = cupy.cuda.cublas
         properties = self._runtime.getDeviceProperties(0)
-        capability = f"{properties['major']}.{properties['minor']}"
-        self.name = f"{properties['name'].decode()} (compute capability {capability})"
+        self._target = f"{properties['major']}.{properties['minor']}"
+        self.name = f"{properties['name'].decode()} (compute capability {self._target})"
         self._failures = (
             self._runtime.CUDARuntimeError,
             cupy.cuda.driver.CUDADriverError,
@@ -176,6 +177,8 @@ class CudaBackend:
         self._factors = np.array([1, 0], np.float32)  # of the product and of what was there
         with self._translated:
             self.compute: Any = self.stream()
+            # Not `compute`: other threads may record events there meanwhile, to free memory.
+            self._capture = self.stream()
             cupy.cuda.device.get_cublas_handle()  # takes its memory now
 
     # -------------------------------------------------------------------------- memory
@@ -231,8 +234,17 @@ class CudaBackend:
             list(pool.map(self._compile, missing))
 
     def _compile(self, module: CudaModule) -> None:
-        compiled = self._cupy.RawModule(code=module.source, options=_OPTIONS)
-        self._compiled[module.name] = compiled.module  # asking for it compiles it
+        """Not by cupy.RawModule, which has the smallest numbers computed as zeros (-ftz)."""
+        compiler = self._cuda.compiler
+
+        def make() -> bytes:
+            made = compiler.compile_using_nvrtc(module.source, _OPTIONS, cache_in_memory=True)
+            return bytes(made[0])
+
+        version = self._cuda.nvrtc.getVersion()
+        loaded = self._cuda.function.Module()
+        loaded.load(kept_code(f"{version} {self._target} {_OPTIONS} {module.source}", make))
+        self._compiled[module.name] = loaded
 
     def _find(self, kernel: str, arguments: Sequence[int | float]) -> _Kernel:
         module = self._compiled[self._module_of[kernel].name]
@@ -260,18 +272,18 @@ class CudaBackend:
 
     def joined(self, launches: Sequence[KernelLaunch]) -> Callable[[], None]:
         """They become a CUDA graph, which the host launches with one call."""
-        stream = self.compute
+        capture, compute = self._capture, self.compute
         with self._translated:
-            stream.begin_capture()
+            capture.begin_capture()
             try:
                 for each in launches:
-                    self.launch(*each, stream)
+                    self.launch(*each, capture)
             finally:
-                graph = stream.end_capture()
+                graph = capture.end_capture()
 
         def launch() -> None:
             with self._translated:
-                graph.launch(stream)
+                graph.launch(compute)
 
         return launch
 

@@ -27,9 +27,10 @@ class DeviceArena:
     taken anew as soon as the launches that use it were made.
     """
 
-    def __init__(self, backend: DeviceBackend) -> None:
+    def __init__(self, backend: DeviceBackend, nbytes: int = 0) -> None:
+        """`nbytes` are taken now: OutOfDeviceMemory."""
         self._backend = backend
-        self._chunks: list[DeviceMemory] = []
+        self._chunks: list[DeviceMemory] = [backend.allocate(nbytes)] if nbytes else []
         self._top = (0, 0)  # chunk, bytes of it
 
     @property
@@ -116,10 +117,11 @@ class UploadRing:
 
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
         if self._used + nbytes > self._half_bytes:
+            other = 1 - self._half
             self._left[self._half] = self._backend.record(self._backend.compute)
-            self._half, self._used = 1 - self._half, 0
-            if self._left[self._half] is not None:
-                self._backend.synchronize(self._left[self._half])
+            if self._left[other] is not None:
+                self._backend.synchronize(self._left[other])
+            self._half, self._used = other, 0  # last: a Ctrl-C may end the wait
         start = self._half * self._half_bytes + self._used
         self._used += -(-nbytes // 64) * 64
         return self._memory[start : start + nbytes]

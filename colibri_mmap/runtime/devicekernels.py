@@ -138,6 +138,11 @@ class ExpertTables:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self._arrays)
 
+    @staticmethod
+    def bytes_for(*, groups: int, pairs: int, count: int) -> int:
+        """What tables of that many experts, pairs and tokens take."""
+        return 48 * groups + 16 * pairs + 4 * (groups + 1) + 12 * pairs + 4 * (count + 1)
+
     @property
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
         return (
@@ -255,8 +260,11 @@ class DeviceKernels:
         `address`: the device's copy of `tables`; `packed`: x [T, width] for `shape.type`.
         """
         step = ExpertStep(self, shape, tables, address, packed, scratch, out, out_stride, add)
-        step.gate_up()
-        step.down()
+        if tables.pairs:
+            step.gate_up()
+            step.down()
+        elif not add:
+            step.nothing()
 
     def launch(
         self, kernel: str, grid: Dimensions, block: Dimensions, *arguments: int | float
@@ -305,6 +313,10 @@ class ExpertStep:
             y = Address(behind + self.kernels.packed_bytes(*size))
             self._down(hidden, y)
             self._combine(y)
+
+    def nothing(self) -> None:
+        """The outputs of tokens that chose none of the experts: zeros."""
+        self._combine(Address(self.scratch))
 
     @property
     def _places(self) -> tuple[Address, ...]:

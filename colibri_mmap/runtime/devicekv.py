@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Rows
-from .device import ContextOutgrew, DeviceBackend, DeviceMemory, OutOfDeviceMemory
+from .device import ContextOutgrew, DeviceBackend, DeviceError, DeviceMemory, OutOfDeviceMemory
 from .kv import KVCache, LayerCache
 from .snapshots import rounded
 from .trunkkernels import PLACE_WORDS, copy_rows
@@ -156,7 +157,8 @@ class DeviceCache:
 
 def _free(backend: DeviceBackend, layers: list[_DeviceLayer]) -> None:
     """Give the memory back once nothing that was launched can use it."""
-    backend.synchronize(backend.record(backend.compute))
+    with suppress(DeviceError):  # it has been told already
+        backend.synchronize(backend.record(backend.compute))
     for layer in layers:
         if layer.memory is not None:
             layer.memory.free()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
@@ -22,13 +22,14 @@ from . import trunkkernels as kernels
 from .arena import Rows
 from .attend import ALL_KEYS, Sight
 from .cudasources import FLOAT_TYPES
-from .device import Address, DeviceBackend, Dimensions, KernelLaunch, Stream
+from .device import Address, DeviceBackend, DeviceError, Dimensions, KernelLaunch, Stream
 from .devicearena import (
     DeviceArena,
     DeviceReading,
     DeviceTemporaries,
     Downloads,
     UploadRing,
+    aligned,
 )
 from .devicekernels import DeviceKernels, Packed
 from .devicekv import DeviceCache
@@ -84,10 +85,17 @@ class DeviceOps:
     """
 
     def __init__(
-        self, backend: DeviceBackend, cpu: Ops, placed: Mapping[int, Address], layers: Iterable[int]
+        self,
+        backend: DeviceBackend,
+        cpu: Ops,
+        placed: Mapping[int, Address],
+        layers: Iterable[int],
+        *,
+        scratch: int = 0,
     ) -> None:
+        """`scratch` bytes of device memory to compute with are taken now, more when needed."""
         self.backend, self.cpu = backend, cpu
-        self.arena = DeviceArena(backend)
+        self.arena = DeviceArena(backend, scratch)
         self._placed = placed
         self._layers = {layer: index for index, layer in enumerate(layers)}
         self._uploads, self._downloads = UploadRing(backend), Downloads(backend, cpu.arena)
@@ -104,7 +112,8 @@ class DeviceOps:
         for cache in list(self._caches):
             for mirror in self._mirrors(cache):
                 mirror.close()
-        self.backend.synchronize(self.backend.record(self.backend.compute))
+        with suppress(DeviceError):  # it has been told already
+            self.backend.synchronize(self.backend.record(self.backend.compute))
         self.arena.close()
 
     def retreat(self) -> None:
@@ -324,11 +333,18 @@ class DeviceOps:
         where = (x.address, x.count, x.width, x.stride // 4)
         return self._products.pack(type, *where, scratch)
 
+    @staticmethod
+    def product_bytes(tokens: int, matrix: Matrix) -> int:
+        """What `_multiply` takes of the arena, at most."""
+        rows = min(matrix.rows, _panel_rows(matrix.columns))
+        product = 0 if rows == matrix.rows else aligned(4 * tokens * rows)
+        return product + (0 if matrix.type == GGMLType.F32 else aligned(4 * rows * matrix.columns))
+
     def _multiply(self, x: Rows, matrix: Matrix, out: Rows) -> None:
         """A panel of the matrix's rows at a time, where it is too large as float32."""
         assert x.gap == 0
         backend, columns = self.backend, matrix.columns
-        panel = max(1, PANEL_BYTES // (4 * columns * 64)) * 64  # stays aligned
+        panel = _panel_rows(columns)
         for first in range(0, matrix.rows, panel):
             part = matrix.part(first, min(panel, matrix.rows - first))
             weights = Address(self._address(matrix) + first * matrix.row_bytes)
@@ -384,6 +400,11 @@ class DeviceOps:
                 *kernels.attention(q, out, *where, grid, partial, scale, views, extra),
             )
         return out
+
+
+def _panel_rows(columns: int) -> int:
+    """Rows of a panel: of every type, these are a multiple of what matrices are aligned to."""
+    return max(1, PANEL_BYTES // (4 * columns * 64)) * 64
 
 
 @functools.cache

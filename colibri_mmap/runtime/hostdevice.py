@@ -8,6 +8,7 @@ fence is invisible to an eager device and corrupts data on a deferred one.
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import threading
 from collections import deque
@@ -26,6 +27,8 @@ Executor: TypeAlias = Callable[[str, Dimensions, Dimensions, Sequence[int | floa
 DEFAULT_MEMORY = 2 << 30
 _STEP_CHANCE = 0.3  # that something runs when work is given to a deferred device
 _MOST_STEPS = 4
+_LARGEST_GRID, _LARGEST_BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)  # CUDA's limits
+_MOST_THREADS = 1024  # of a block
 
 
 class HostEvent:
@@ -83,6 +86,7 @@ class HostBackend:
         self._lock = threading.RLock()
         self._allocations: set[HostMemory] = set()
         self._streams: list[HostStream] = []
+        self._launched: set[str] = set()
         self.compute = self.stream()
 
     # -------------------------------------------------------------------------- memory
@@ -133,10 +137,14 @@ class HostBackend:
         arguments: Sequence[int | float],
         stream: HostStream,
     ) -> None:
+        assert _can_be_launched(grid, block), f"{kernel}: CUDA refuses {grid} blocks of {block}"
+        self._launched.add(kernel)
         fixed = tuple(arguments)
         self._give(stream, lambda: self._executor(kernel, grid, block, fixed))
 
     def joined(self, launches: Sequence[KernelLaunch]) -> Callable[[], None]:
+        assert self._launched.issuperset(each.kernel for each in launches), "a first launch"
+
         def launch() -> None:
             for each in launches:
                 self.launch(*each, self.compute)
@@ -207,6 +215,13 @@ def open_host_device() -> HostBackend:
     from .hostkernels import execute
 
     return HostBackend(execute)
+
+
+def _can_be_launched(grid: Dimensions, block: Dimensions) -> bool:
+    """Whether a GPU takes such a launch: none may be empty, each has its limits."""
+    largest = _LARGEST_GRID + _LARGEST_BLOCK
+    fits = all(0 < n <= most for n, most in zip((*grid, *block), largest, strict=True))
+    return fits and math.prod(block) <= _MOST_THREADS
 
 
 def _can_go_on(stream: HostStream) -> bool:

@@ -339,7 +339,7 @@ class Decoder:
             # They use no more than Operations: placement.py has seen to it.
             self._run(self.blk[on_cpu:], x, cast(Ops, device), batch)
             wanted = device.select(x, batch.wanted)
-            if placed.has_head and wanted.count <= placed.head_rows:
+            if placed.has_head and 0 < wanted.count <= placed.head_rows:
                 return device.to_host(
                     device.kept(self, wanted, lambda: self._logits(wanted, device))
                 )

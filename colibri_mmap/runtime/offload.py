@@ -10,6 +10,7 @@ T tokens, k choices of each, G experts in a launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
@@ -17,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Rows
-from .device import DeviceBackend, Dimensions, KernelLaunch, Stream
-from .devicearena import DeviceArena, DeviceReading, Downloads, UploadRing
+from .device import DeviceBackend, DeviceError, Dimensions, KernelLaunch, Stream
+from .devicearena import DeviceArena, DeviceReading, Downloads, UploadRing, aligned
 from .devicekernels import DeviceKernels, ExpertShape, ExpertTables
 from .operations import Operations
 from .ops import Ops
@@ -64,10 +65,13 @@ class Offload:
         cache: VramCache,
         reader: ExpertReader,
         shapes: Mapping[int, ExpertShape],
+        *,
+        scratch: int = 0,
     ) -> None:
+        """`scratch` bytes of device memory to compute with are taken now, more when needed."""
         self.cache = cache
         self._backend, self._cpu, self._shapes = backend, cpu, shapes
-        self._arena, self._uploads = DeviceArena(backend), UploadRing(backend)
+        self._arena, self._uploads = DeviceArena(backend, scratch), UploadRing(backend)
         self._downloads = Downloads(backend, cpu.arena)
         self._recorder = _Recorder()
         self._kernels = DeviceKernels(cast(DeviceBackend, self._recorder))  # it only launches
@@ -82,11 +86,14 @@ class Offload:
     @staticmethod
     def scratch_bytes(shapes: Mapping[int, ExpertShape], top_k: int, tokens: int) -> int:
         """Device memory to compute with, in steps of up to `tokens` tokens."""
-        pairs = min(_MOST_PAIRS, tokens * top_k)
+        at_once = min(tokens, _tokens_at_once(top_k))
+        pairs, most = at_once * top_k, tokens * top_k
+        tables = ExpertTables.bytes_for(groups=most, pairs=pairs, count=at_once)
         return max(
-            DeviceKernels.experts_bytes(shape, pairs)
-            + DeviceKernels.packed_bytes(tokens, shape.width)
-            + 8 * tokens * shape.width
+            2 * aligned(4 * tokens * shape.width)
+            + aligned(tables)
+            + DeviceKernels.packed_bytes(at_once, shape.width)
+            + DeviceKernels.experts_bytes(shape, pairs)
             for shape in shapes.values()
         )
 
@@ -97,6 +104,7 @@ class Offload:
 
         With a device's operations the sums are added to x in its order, else by `finish`.
         """
+        self._missed, self._reading = np.empty(0, np.int64), None  # of a step that was given up
         shape = self._shapes.get(layer)
         if shape is None:
             return None
@@ -158,38 +166,41 @@ class Offload:
                 sums, h = self._arena.rows(x.count, x.width), self._upload(on_host)
             else:
                 sums = x
-            step = max(1, _MOST_PAIRS // chosen.shape[1])
+            step = _tokens_at_once(chosen.shape[1])
             for first in range(0, x.count, step):
                 some = slice(first, first + step)
-                tables = self._tables(parts, chosen[some], experts[some], weights[some])
+                if x.count == 1:
+                    tables = self._tables_of_one(parts, weights[chosen])
+                else:
+                    tables = _tables(parts, chosen[some], experts[some], weights[some])
                 rows = (h.part(first, tables.count), sums.part(first, tables.count))
-                self._launch(shape, tables, *rows, add=sums is x)
+                self._launch(shape, tables, *rows, add=sums is x, keep=x.count == 1)
             if sums is not x:
                 self._reading = self._downloads.start(sums)
 
-    def _tables(
-        self,
-        parts: NDArray[np.int64],
-        chosen: NDArray[np.bool_],
-        experts: NDArray[np.int64],
-        weights: NDArray[np.float32],
+    def _tables_of_one(
+        self, parts: NDArray[np.int64], weights: NDArray[np.float32]
     ) -> ExpertTables:
-        if len(chosen) > 1:
-            tokens = np.nonzero(chosen)[0]
-            return ExpertTables.of(parts, experts[chosen], tokens, weights[chosen], len(chosen))
+        """For a step of one token, all of whose experts [G] these are."""
         groups = parts.shape[1]
         known = self._single.get(groups)
         if known is None:
             each, once = np.arange(groups), np.zeros(groups, np.int64)
-            known = ExpertTables.of(parts, each, once, weights[chosen], 1)
+            known = ExpertTables.of(parts, each, once, weights, 1)
             self._single[groups] = known
-        return replace(
-            known, addresses=parts, entry_downs=parts[2::3], entry_weights=weights[chosen]
-        )
+        return replace(known, addresses=parts, entry_downs=parts[2::3], entry_weights=weights)
 
     def _launch(
-        self, shape: ExpertShape, tables: ExpertTables, h: Rows, sums: Rows, *, add: bool
+        self,
+        shape: ExpertShape,
+        tables: ExpertTables,
+        h: Rows,
+        sums: Rows,
+        *,
+        add: bool,
+        keep: bool,
     ) -> None:
+        """`keep`: the same launches will be made again; else they are made anew each time."""
         arena, kernels = self._arena, self._kernels
         with arena.temporaries():
             memory = np.empty(tables.nbytes, np.uint8)
@@ -198,10 +209,11 @@ class Offload:
             self._uploads.upload(address, memory)
             packing = arena.take(kernels.packed_bytes(h.count, h.width))
             scratch = arena.take(kernels.experts_bytes(shape, tables.pairs))
-            key = (shape, tables.groups, h.address, sums.address, address)
-            if tables.count == 1 and key in self._again:
+            key = (shape, tables.groups, h.address, sums.address, add, address)
+            if keep and key in self._again:
                 self._again[key]()
                 return
+            self._recorder.take()  # what was left of a step that was given up
             where = (h.address, h.count, h.width, h.stride // 4)
             packed = kernels.pack(shape.type, *where, packing)
             place = (sums.address, sums.stride // 4)
@@ -209,7 +221,7 @@ class Offload:
             launches = self._recorder.take()
         for launch in launches:
             self._backend.launch(*launch, self._backend.compute)
-        if tables.count == 1:
+        if keep:
             self._again[key] = self._backend.joined(launches)
 
     def _upload(self, rows: Rows) -> Rows:
@@ -220,9 +232,27 @@ class Offload:
 
     def close(self) -> None:
         """End the uploads and give the memory back, after what was launched."""
-        self._backend.synchronize(self._backend.record(self._backend.compute))
-        self.cache.close()
-        self._arena.close()
+        try:
+            with suppress(DeviceError):  # it has been told already
+                self._backend.synchronize(self._backend.record(self._backend.compute))
+        finally:
+            self.cache.close()
+            self._arena.close()
+
+
+def _tokens_at_once(top_k: int) -> int:
+    return max(1, _MOST_PAIRS // top_k)
+
+
+def _tables(
+    parts: NDArray[np.int64],
+    chosen: NDArray[np.bool_],
+    experts: NDArray[np.int64],
+    weights: NDArray[np.float32],
+) -> ExpertTables:
+    """For some tokens of a step, which use some of the experts [G]."""
+    tokens = np.nonzero(chosen)[0]
+    return ExpertTables.of(parts, experts[chosen], tokens, weights[chosen], len(chosen))
 
 
 def _offsets(offsets: Mapping[str, int]) -> NDArray[np.int64]:

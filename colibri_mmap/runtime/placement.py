@@ -11,18 +11,20 @@ from numpy.typing import NDArray
 
 from ..format.quants import GGMLType
 from .attention import GroupedQueryAttention
+from .cudasources import FLOAT_TYPES
 from .device import Address, DeviceBackend, DeviceMemory
-from .devicearena import CHUNK_BYTES, aligned
-from .devicekernels import supports
-from .deviceops import FEW, PANEL_BYTES, DeviceOps
+from .devicearena import aligned
+from .devicekernels import DeviceKernels, supports
+from .deviceops import FEW, DeviceOps
 from .experts import ExpertStore
 from .kv import STEP_TOKENS, KVCache
 from .layers import Block, Decoder
-from .trunkkernels import MAX_HEAD
+from .trunkkernels import MAX_HEAD, attention_bytes
 from .weights import Matrix, Vector
 
 Weight = Matrix | Vector
 
+_SMALL_BYTES = 1 << 20  # of a step: tables of the batch, and what arrays are rounded up by
 _PIECE_BYTES = 16 << 20  # of weights that are read and sent at a time
 
 
@@ -108,14 +110,24 @@ def weight_types(model: Decoder, layers: int, *, head: bool) -> set[GGMLType]:
 
 def scratch_bytes(model: Decoder, layers: int) -> int:
     """What intermediate values of the last `layers` blocks take in the largest step, at most."""
-    largest = 0
-    for block in model.blk[len(model.blk) - layers :]:
-        matrices = [weight for weight in _weights_of(block) if isinstance(weight, Matrix)]
-        columns = max((matrix.columns for matrix in matrices), default=0)
-        # Outputs of products; what norms, attention and experts make beside them; what is packed.
-        values = sum(matrix.rows for matrix in matrices) + 12 * columns
-        largest = max(largest, 4 * STEP_TOKENS * values)
-    return largest + 4 * FEW * model.vocabulary + PANEL_BYTES + 2 * CHUNK_BYTES
+    width = model.token_embd.columns
+    blocks = (_block_scratch(block, width) for block in model.blk[len(model.blk) - layers :])
+    step = 4 * STEP_TOKENS * (2 * width + MAX_HEAD)  # x, its rows that are wanted, rope's tables
+    head = 4 * FEW * (model.vocabulary + 4 * width)
+    return step + max(blocks) + head + _SMALL_BYTES
+
+
+def _block_scratch(block: Block, width: int) -> int:
+    """What a block's rows take, and the largest of its operations beside them."""
+    matrices = [weight for weight in _weights_of(block) if isinstance(weight, Matrix)]
+    columns = max((matrix.columns for matrix in matrices), default=0)
+    # Outputs of products and of attention, of two norms, and of experts computed on the CPU.
+    values = sum(matrix.rows for matrix in matrices) + columns + 3 * width
+    operations = [attention_bytes(MAX_HEAD), 2 * DeviceKernels.packed_bytes(STEP_TOKENS, columns)]
+    for matrix in matrices:
+        if matrix.type in FLOAT_TYPES:
+            operations.append(DeviceOps.product_bytes(STEP_TOKENS, matrix))
+    return 4 * STEP_TOKENS * values + max(operations)
 
 
 def place_trunk(
@@ -134,7 +146,8 @@ def place_trunk(
     memory: list[DeviceMemory] = []
     try:
         placed = _upload(backend, weights, memory)
-        ops = DeviceOps(backend, model.ops, placed, numbers)
+        scratch = scratch_bytes(model, layers)
+        ops = DeviceOps(backend, model.ops, placed, numbers, scratch=scratch)
     except BaseException:
         for part in memory:
             part.free()

@@ -144,6 +144,11 @@ class AttentionGrid(NamedTuple):
         return 4 * tokens * heads * self.shares * (2 + value_size) if self.shares > 1 else 0
 
 
+def attention_bytes(value_size: int) -> int:
+    """The most that shares of one sequence take, see `AttentionGrid`."""
+    return 4 * _ENOUGH_BLOCKS * _ROW_VARIANTS[-1] * (2 + value_size)
+
+
 def attention(
     q: Rows,
     out: Rows,

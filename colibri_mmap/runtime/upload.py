@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
@@ -108,9 +109,10 @@ class Uploader:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        for buffer in self._buffers:
-            if buffer.fetched is not None:
-                self._backend.synchronize(buffer.fetched)
+        with suppress(DeviceError):  # those that use what was brought have been told already
+            for buffer in self._buffers:
+                if buffer.fetched is not None:
+                    self._backend.synchronize(buffer.fetched)
 
     def _work(self) -> None:
         while (taken := self._take()) is not None:

@@ -151,7 +151,7 @@ def open_vram_tier(
             usage = load_usage(weights.gguf) if learn else None
             cache = _open_cache(backend, reader, plan.expert_budget, usage, pinned)
             try:
-                offload = Offload(backend, ops, cache, reader, shapes)
+                offload = Offload(backend, ops, cache, reader, shapes, scratch=demand.scratch)
             except BaseException:
                 cache.close()
                 raise

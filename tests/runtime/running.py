@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -56,10 +57,13 @@ class Running(AbstractContextManager["Running"]):
         return scheduler.Sequence(KVCache(shapes, context, self._engine.kv_type))
 
     def step(
-        self, *work: tuple[scheduler.Sequence, Sequence[int]], trace: Trace | None = None
+        self,
+        *work: tuple[scheduler.Sequence, Sequence[int]],
+        trace: Trace | None = None,
+        wanted: Literal["none", "last", "all"] = "all",
     ) -> np.ndarray:
-        """Logits [T, V] of all new tokens of each sequence in `work`."""
-        return scheduler.step(self._model, self._ops, work, "all", trace)
+        """Logits [T, V] of all new tokens of each sequence in `work`, or of those wanted."""
+        return scheduler.step(self._model, self._ops, work, wanted, trace)
 
     def in_chunks(
         self, ids: Sequence[int], size: int, sequence: scheduler.Sequence | None = None

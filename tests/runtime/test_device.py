@@ -167,6 +167,33 @@ def test_joined_launches_run_again_in_their_order(device: DeviceBackend) -> None
     memory.free()
 
 
+def test_launches_are_joined_while_other_threads_use_the_stream(device: DeviceBackend) -> None:
+    """Such as those that free memory, once what was launched is done."""
+    memory = device.allocate(4)
+    launch = KernelLaunch("scale", ONE, ONE, (memory.address, memory.address, 1, 1.0, 1, 0))
+    device.upload(memory.address, staged(device, np.zeros(1, np.float32)), device.compute)
+    device.launch(*launch, device.compute)
+    ended, failures = threading.Event(), []
+
+    def use() -> None:
+        try:
+            while not ended.is_set():
+                device.synchronize(device.record(device.compute))
+                device.allocate(1 << 20).free()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    for _ in range(50):
+        device.joined([launch, launch])()
+    ended.set()
+    thread.join()
+    assert failures == []
+    assert fetch(device, memory.address, 4).view(np.float32)[0] == 101
+    memory.free()
+
+
 def test_kernels_run_in_order_from_any_thread(device: DeviceBackend) -> None:
     memory = device.allocate(4)
     device.upload(memory.address, staged(device, np.zeros(1, np.float32)), device.compute)
@@ -245,6 +272,22 @@ def test_a_deferred_device_runs_only_in_order() -> None:
         assert [value for value in log if value > 10] == [11, 12]
         orders.add(tuple(log))
     assert len(orders) == 6
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"),
+    [
+        ((0, 1, 1), ONE),
+        ((1, 65536, 1), ONE),
+        ((1, 1, 65536), ONE),
+        (ONE, (32, 33, 1)),
+        (ONE, (1, 1, 65)),
+    ],
+)
+def test_what_a_gpu_refuses_to_launch_is_refused(grid: Dimensions, block: Dimensions) -> None:
+    device = HostBackend(execute)
+    with pytest.raises(AssertionError, match="CUDA refuses"):
+        device.launch("scale", grid, block, (), device.compute)
 
 
 # ------------------------------------------------------------------------------ the GPU's

@@ -10,7 +10,7 @@ import pytest
 from colibri_mmap.runtime.arena import Arena, Rows
 from colibri_mmap.runtime.device import ALIGNMENT, OutOfDeviceMemory
 from colibri_mmap.runtime.devicearena import DeviceArena, Downloads, UploadRing
-from colibri_mmap.runtime.hostdevice import HostBackend
+from colibri_mmap.runtime.hostdevice import HostBackend, HostEvent
 from colibri_mmap.runtime.hostkernels import execute
 
 
@@ -35,6 +35,34 @@ def test_uploads_arrive_although_their_memory_is_used_again(seed: int) -> None:
     for there, expected in rows:
         (found,) = downloads.start(there).wait()
         assert np.array_equal(host.view(found), expected)
+
+
+class _Interrupted(HostBackend):
+    """Waiting ends with a Ctrl-C, once."""
+
+    interrupt = False
+
+    def synchronize(self, event: HostEvent) -> None:
+        if self.interrupt:
+            self.interrupt = False
+            raise KeyboardInterrupt
+        super().synchronize(event)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_wait_that_was_given_up_is_made_up_for(seed: int) -> None:
+    device = _Interrupted(execute, deferred=True, seed=seed)
+    ring, arena = UploadRing(device, half_bytes=256), DeviceArena(device)
+    rows = [arena.rows(1, 64) for _ in range(3)]
+    for number, there in enumerate(rows[:2]):
+        ring.upload(there.address, np.full((1, 64), number, np.float32))
+    device.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        ring.upload(rows[2].address, np.full((1, 64), 7, np.float32))
+    ring.upload(rows[2].address, np.full((1, 64), 2, np.float32))
+    host = Arena()
+    found = Downloads(device, host).start(*rows).wait()
+    assert [host.view(values)[0, 0] for values in found] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -15,7 +15,7 @@ from colibri_mmap.runtime import scheduler
 from colibri_mmap.runtime.device import DeviceBackend, OutOfDeviceMemory
 from colibri_mmap.runtime.hostdevice import HostBackend
 from colibri_mmap.runtime.hostkernels import execute
-from colibri_mmap.runtime.kv import Trace
+from colibri_mmap.runtime.kv import STEP_TOKENS, Trace
 
 FLOAT_MODELS = [  # their products are float32 on both sides: only the order of sums differs
     *("dbrx", "dots1", "ernie45moe", "glm4moe", "granitemoe", "hunyuan-moe", "llama-dense"),
@@ -92,6 +92,21 @@ def test_quantised_models_stray_less_than_by_rounding(
             strayed = np.abs(run.in_chunks(ids, size) - rounded)
             assert np.median(strayed.max(axis=1)) < 1e-4, size
             assert strayed.mean() < np.abs(rounded - exact).mean() / 2, size
+
+
+@pytest.mark.parametrize("name", ["llama-dense", "qwen3moe"])
+def test_no_logits_are_wanted_of_the_first_parts_of_a_prompt(
+    mini: Path, device: DeviceBackend, name: str
+) -> None:
+    ids = some_ids()
+    with Running(model_file(mini, name), "int8", "f32") as run:
+        expected = run.in_chunks(ids, TOKENS)[-1:]
+        run.place(device)
+        sequence = run.sequence()
+        for part in (ids[:17], ids[17:18]):
+            assert run.step((sequence, part), wanted="none").size == 0
+        found = run.step((sequence, ids[18:]), wanted="last")
+        assert difference(found, expected) < 3e-5 or device.kind == "cuda"
 
 
 def test_routing_is_decided_by_the_cpu(mini: Path) -> None:
@@ -274,6 +289,20 @@ def test_memory_is_given_back_with_the_sequence_and_with_the_trunk(mini: Path) -
         assert free == total
         run.in_chunks(some_ids(), TOKENS)  # on the CPU again
         assert device.memory_info()[0] == total
+
+
+@pytest.mark.parametrize("name", FLOAT_MODELS)
+def test_steps_compute_in_the_memory_that_was_planned(mini: Path, name: str) -> None:
+    """The largest step, single tokens, several sequences at once."""
+    with Running(model_file(mini, name), "int8") as run:
+        trunk = run.place(HostBackend(execute))
+        planned = trunk.ops.arena.nbytes
+        ids = some_ids(count=STEP_TOKENS)
+        run.step((run.sequence(STEP_TOKENS), ids))
+        several = [run.sequence() for _ in range(8)]
+        run.step(*[(sequence, ids[:1]) for sequence in several])
+        run.step((several[0], ids[:1]), wanted="last")
+        assert trunk.ops.arena.nbytes == planned
 
 
 def test_too_little_memory_is_said(mini: Path) -> None:
