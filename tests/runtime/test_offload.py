@@ -12,15 +12,25 @@ import numpy as np
 import pytest
 
 from colibri_mmap import Engine
+from colibri_mmap.format.experts import ExpertLayer, ExpertPart
+from colibri_mmap.format.quants import GGMLType
 from colibri_mmap.runtime import offload as offloading
-from colibri_mmap.runtime.device import DeviceError
+from colibri_mmap.runtime.device import Address, DeviceError
+from colibri_mmap.runtime.devicearena import DeviceArena, aligned
+from colibri_mmap.runtime.devicekernels import ExpertShape
 from colibri_mmap.runtime.experts import ExpertStore
 from colibri_mmap.runtime.hostdevice import HostBackend, HostEvent, HostStream
 from colibri_mmap.runtime.hostkernels import execute
 from colibri_mmap.runtime.kv import STEP_TOKENS
 from colibri_mmap.runtime.offload import Offload
+from colibri_mmap.runtime.ops import Ops
+from colibri_mmap.runtime.pool import Pool
 from colibri_mmap.runtime.ram import RamSettings
 from colibri_mmap.runtime.routing import Routing
+from colibri_mmap.runtime.slots import ExpertReader
+from colibri_mmap.runtime.sources import ExpertNumbers
+from colibri_mmap.runtime.vram import VramCache
+from colibri_mmap.runtime.vrampolicy import SlotPolicy
 from colibri_mmap.runtime.vramsettings import VramSettings
 
 FORGETFUL = RamSettings(learn=False)
@@ -110,6 +120,60 @@ def test_a_step_that_was_given_up_adds_nothing_to_the_next(
             after = interrupted.cache.take_stats()
         assert stats.misses > 0
         assert after == replace(after, uploads=0, rejected=0, misses=0)
+
+
+REAL = {  # width, hidden, chosen, experts, types
+    "Qwen3-30B-A3B": (2048, 768, 8, 128, GGMLType.Q4_K, GGMLType.Q6_K),
+    "Mixtral-8x7B": (4096, 14336, 2, 8, GGMLType.Q4_K, GGMLType.Q6_K),
+    "gpt-oss-20b": (2880, 2880, 4, 32, GGMLType.MXFP4, GGMLType.MXFP4),
+    "GLM-4.5-Air": (4096, 1408, 8, 128, GGMLType.Q4_K, GGMLType.Q8_0),
+}
+
+
+class _Measured(DeviceArena):
+    """Knows the most that was taken of its first chunk."""
+
+    most = 0
+
+    def take(self, nbytes: int) -> Address:
+        address = super().take(nbytes)
+        self.most = max(self.most, address + aligned(nbytes) - self._chunks[0].address)
+        return address
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_compute_in_the_memory_that_was_planned(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Their sizes; nothing is computed. The largest step takes all, but for some tables."""
+    width, hidden, chosen, count, *types = REAL[name]
+    monkeypatch.setattr(offloading, "DeviceArena", _Measured)
+    shapes = {0: ExpertShape(*types, width, hidden)}
+    part = ExpertPart("up", GGMLType.F32, (8, 8), np.zeros(count, int), np.zeros(count, int))
+    layer = ExpertLayer(0, count, {n: replace(part, name=n) for n in ("gate", "up", "down")})
+    reader = ExpertReader(ExpertNumbers((0,), count), {0: layer}, [])
+    device = HostBackend(lambda *_: None)
+    policy = SlotPolicy(reader.sizes, int(reader.sizes.sum()), layers=1)
+    cache = VramCache(device, policy, lambda *_: None, threads=0)
+    for expert in range(count):
+        cache.offer(np.array([expert]))
+    planned = Offload.scratch_bytes(shapes, chosen, STEP_TOKENS)
+    pool = Pool(1)
+    ops = Ops(pool, "int8")
+    offload = Offload(device, ops, cache, reader, shapes, scratch=planned)
+    random, arena = np.random.default_rng(1), offload._arena
+    assert isinstance(arena, _Measured)
+    for tokens in (1, 2, 257, STEP_TOKENS):
+        ids = np.stack([random.permutation(count)[:chosen] for _ in range(tokens)])
+        with ops.temporaries():
+            x = ops.zeros(tokens, width)
+            weights = np.zeros(ids.shape, np.float32)
+            assert offload.begin(x, x, x, 0, Routing(ids, weights, 0, 0), ops) is not None
+            offload.finish(x)
+        assert arena.nbytes == aligned(planned)
+    assert planned - (1 << 20) < arena.most <= planned
+    offload.close()
+    pool.close()
 
 
 @pytest.mark.parametrize(
