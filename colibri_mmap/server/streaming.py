@@ -49,6 +49,7 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             async for event in events:
                 await _send_body(send, event, more=True)
+                await asyncio.sleep(0)  # for others, and for the news that the client is gone
         await _send_body(send, b"", more=False)
 
 

@@ -84,19 +84,18 @@ class Soak:
 
     async def run(self) -> Report:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.report.idle_before = Footprint.of(self._server.process.pid)
         async with httpx.AsyncClient(
             base_url=self._server.url, timeout=120, limits=limits
         ) as client:
             for prompt in PROMPTS:  # each alone
                 for tokens in LENGTHS:
                     self._expected[prompt, tokens] = await self._whole(client, prompt, tokens)
-            self.report.idle_before = await self._idle(client)
             end = time.monotonic() + self._seconds
             watching = asyncio.create_task(self._watch())
             await asyncio.gather(*(self._client(client, end) for _ in range(self._clients)))
             watching.cancel()
-            files = self.report.idle_before.files
-            self.report.idle_after = await self._idle(client, files)
+        await self._idle(self.report.idle_before.files)
         return self.report
 
     async def _watch(self) -> None:
@@ -104,21 +103,22 @@ class Soak:
             self.report.footprints.append(Footprint.of(self._server.process.pid))
             await asyncio.sleep(0.5)
 
-    async def _idle(self, client: httpx.AsyncClient, most_files: int = 1000) -> Footprint:
+    async def _idle(self, most_files: int) -> None:
         """Wait until nothing is worked on and no connection open; what is stuck ends the test."""
         async with asyncio.timeout(60):
             while True:
-                text = (await client.get("/metrics")).text
+                async with httpx.AsyncClient(base_url=self._server.url, timeout=60) as client:
+                    text = (await client.get("/metrics")).text
                 busy = [
                     line
                     for line in text.splitlines()
                     if line.startswith(("colibri_active_seq", "colibri_queued"))
                     and not line.endswith(" 0.0")
                 ]
-                now = Footprint.of(self._server.process.pid)
-                if not busy and now.files <= most_files:
-                    return now
                 await asyncio.sleep(0.02)
+                self.report.idle_after = Footprint.of(self._server.process.pid)
+                if not busy and self.report.idle_after.files <= most_files:
+                    return
 
     async def _client(self, client: httpx.AsyncClient, end: float) -> None:
         while time.monotonic() < end:
