@@ -73,7 +73,9 @@ def test_who_waits_is_told_so(qwen: Path) -> None:
     ):
         lines = running.iter_lines()  # the stream is closed with its iterator
         next(lines)
-        with http.stream("POST", "/v1/chat/completions", json=short) as waiting:
-            assert next(waiting.iter_lines()) == ": waiting"
-        with http.stream("POST", "/v1/messages", json=short) as waiting:
-            assert next(waiting.iter_lines()) == "event: ping"
+        with (
+            http.stream("POST", "/v1/chat/completions", json=short) as first,
+            http.stream("POST", "/v1/messages", json=short) as second,
+        ):
+            assert next(first.iter_lines()) == ": waiting"
+            assert next(second.iter_lines()) == "event: ping"
