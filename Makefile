@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 PROMPT ?= Give me three tips for learning a language.
 MODEL ?=
 
@@ -20,10 +21,10 @@ demo: $(VENV)/.installed ## install, fetch the demo model (about 100 MB, once) a
 	@echo "With a model of your own:        $(BIN)/colibri-mmap chat -m MODEL.gguf"
 
 test: check ## install what is missing, run all checks and the tests
-	@$(BIN)/python -m pytest -m "not slow and not bench"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not bench"
 
 test-all: check ## the same with the slow tests
-	@$(BIN)/python -m pytest -m "not bench"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not bench"
 
 check: $(VENV)/.installed-dev ## format, lint, types and import contracts
 	$(BIN)/python -m ruff check .

@@ -16,5 +16,6 @@ Colibri = Callable[..., subprocess.CompletedProcess[bytes]]
 
 def environment(state: Path) -> dict[str, str]:
     """A person's environment, with a place of its own for what the program remembers."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("COLIBRI_")}
+    ours = ("COLIBRI_", "COLUMNS")  # a size that is not the terminal's
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {**kept, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(state), "TERM": "xterm"}

@@ -38,11 +38,12 @@ def shown(texts: list[str], height: int, tmp_path: Path, line: str) -> tuple[lis
     )
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (height, COLUMNS))
+    inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     process = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=theirs,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONUTF8": "1"},
+        env={**inherited, "PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONUTF8": "1"},
     )
     os.close(theirs)
     output = b""
