@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from colibri_mmap.cli.console import messages, printable
-from colibri_mmap.quantities import byte_size
 from colibri_mmap.errors import ArgumentError, ColibriError
+from colibri_mmap.quantities import byte_size
 from colibri_mmap.runtime.budget import parse_size
 from colibri_mmap.runtime.replay import POLICY_NAMES, PolicyName, ReplayResult, replay
 from colibri_mmap.runtime.tracefile import RoutingTrace, read_trace
