@@ -41,14 +41,16 @@ class Sampling:
     ignore_eos: bool = False  # end tokens are tokens like any other
 
     def __post_init__(self) -> None:
-        _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
+        _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
         _require(self.top_k >= 0, "top_k", "at least 0 (0: all tokens)", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
-        _require(self.repeat_penalty > 0, "repeat_penalty", "above 0", self.repeat_penalty)
+        penalty = self.repeat_penalty
+        _require(0.01 <= penalty <= 100, "repeat_penalty", "between 0.01 and 100", penalty)
         _require(self.repeat_last_n >= -1, "repeat_last_n", "at least -1", self.repeat_last_n)
-        for name in ("temperature", "repeat_penalty", "presence_penalty", "frequency_penalty"):
-            _require(math.isfinite(getattr(self, name)), name, "finite", getattr(self, name))
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-100 <= value <= 100, name, "between -100 and 100", value)
         _require(self.seed is None or self.seed >= 0, "seed", "at least 0", self.seed)
         _require(all(self.stop), "stop", "without empty strings", self.stop)
         for token, bias in self.logit_bias.items():
