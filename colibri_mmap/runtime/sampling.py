@@ -41,7 +41,7 @@ class Sampling:
     ignore_eos: bool = False  # end tokens are tokens like any other
 
     def __post_init__(self) -> None:
-        _require(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
+        _require(0 <= self.temperature <= 1e6, "temperature", "between 0 and 1e6", self.temperature)
         _require(self.top_k >= 0, "top_k", "at least 0 (0: all tokens)", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
