@@ -49,16 +49,16 @@ class ExpertReader:
         per_layer = [self.layouts[layer].nbytes for layer in numbers.layers]
         self.sizes = np.repeat(np.array(per_layer, np.int64), numbers.count)
 
-    def fill(self, number: int, staging: NDArray[np.uint8]) -> None:
-        """Bring an expert into `staging` as its slot's layout says; OSError."""
+    def fill(self, number: int, start: int, staging: NDArray[np.uint8]) -> None:
+        """Bring what an expert's slot has from byte `start` on into `staging`; OSError."""
         layer, expert = self.numbers.name(number)
-        layout, memory = self.layouts[layer], staging.data
+        layout, memory, end = self.layouts[layer], staging.data, start + len(staging)
         for name, part in self._layers[layer].parts.items():
-            start, size = layout.offsets[name], layout.sizes[name]
-            fd, offset, done = self._fds[int(part.shards[expert])], int(part.offsets[expert]), 0
-            while done < size:
-                target = memory[start + done : start + size]
-                count = os.preadv(fd, [target], offset + done)
+            place = layout.offsets[name]
+            at, stop = max(start, place), min(end, place + layout.sizes[name])
+            fd, offset = self._fds[int(part.shards[expert])], int(part.offsets[expert]) - place
+            while at < stop:
+                count = os.preadv(fd, [memory[at - start : stop - start]], offset + at)
                 if not count:
                     raise OSError(errno.EIO, "the file ends early")
-                done += count
+                at += count

@@ -1,29 +1,31 @@
-"""From files to device memory: worker threads fill a ring of pinned buffers, a stream copies them.
+"""From files to device memory: worker threads fill pinned buffers, a stream copies them.
 
 A file mapping is pageable memory: the driver would copy it through a buffer of its own, and make
 the caller wait. So the bytes are read into pinned memory by threads, which release Python's lock
-while they do, and the device fetches them from there while the next buffer is being filled.
+while they do, and the device fetches them from there while the next buffer is being filled: each
+thread has two buffers, which it uses by turns. They are small, to stay in the processor's caches,
+and not so small that Python would be what takes time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import Address, DeviceBackend, DeviceError, Event
+from .device import ALIGNMENT, Address, DeviceBackend, DeviceError, Event, Stream
 
-Fill: TypeAlias = Callable[[int, NDArray[np.uint8]], None]
-"""Reads an expert, by its number, into a buffer of its size; OSError."""
+Fill: TypeAlias = Callable[[int, int, NDArray[np.uint8]], None]
+"""Reads into a buffer what an expert, by its number, has from a byte of its slot on; OSError."""
 
-RING_BYTES = 256 << 20  # of pinned memory, at most, unless two experts take more
+PIECE_BYTES = 4 << 20  # of a buffer, at most
 
 
 class Priority(IntEnum):
@@ -32,8 +34,7 @@ class Priority(IntEnum):
     DEMAND, PREFETCH, WARM = range(3)
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
+class Upload(NamedTuple):
     """An expert on its way: its slot's address and size, and the event of the slot's last use."""
 
     number: int
@@ -48,6 +49,31 @@ class _Buffer:
 
     memory: NDArray[np.uint8]
     fetched: Event | None = None
+
+
+class _Lane:
+    """The two buffers of a thread, and the way from there to the device."""
+
+    def __init__(self, backend: DeviceBackend, fill: Fill, copies: Stream, nbytes: int) -> None:
+        self._backend, self._fill, self._copies = backend, fill, copies
+        self._buffers = [_Buffer(backend.allocate_staging(nbytes)) for _ in range(2)]
+
+    def bring(self, upload: Upload, piece: int) -> Event:
+        """Have an expert copied to its slot in pieces; the event behind the copies."""
+        backend, copies = self._backend, self._copies
+        ready: Event = None
+        for start in range(0, upload.nbytes, piece):
+            buffer = self._buffers[0]
+            if buffer.fetched is not None:
+                backend.synchronize(buffer.fetched)  # the device still reads the buffer
+            memory = buffer.memory[: min(piece, upload.nbytes - start)]
+            self._fill(upload.number, start, memory)
+            if start == 0 and upload.after is not None:
+                backend.wait(copies, upload.after)  # kernels still read the slot
+            backend.upload(upload.address + start, memory, copies)
+            buffer.fetched = ready = backend.record(copies, sleep=True)
+            self._buffers.reverse()
+        return ready
 
 
 class Uploader:
@@ -67,40 +93,44 @@ class Uploader:
         threads: int,
         arrived: Callable[[Upload, Event], None],
         failed: Callable[[Upload, Exception], None],
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """`largest`: bytes of the largest expert; ResourceError if there is no memory to pin."""
-        self._backend, self._fill = backend, fill
+        assert piece_bytes % ALIGNMENT == 0
+        self._backend, self._piece_bytes = backend, piece_bytes
         self._arrived, self._failed = arrived, failed
         self._copies = backend.stream()
-        count = max(2, min(threads + 2, RING_BYTES // max(1, largest)))
-        self._buffers = [_Buffer(backend.allocate_staging(largest)) for _ in range(count)]
-        self._free = deque(self._buffers)  # the one used longest ago first
+        size = min(largest, piece_bytes)
+        lanes = [_Lane(backend, fill, self._copies, size) for _ in range(max(1, threads))]
+        self._own_lane = lanes[0]  # of the caller, where there are no threads
         self._waiting: tuple[deque[Upload], ...] = tuple(deque() for _ in Priority)
         lock = threading.Lock()
         self._changed, self._idle = threading.Condition(lock), threading.Condition(lock)
         self._busy = 0
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._work, name="colibri-upload", daemon=True)
-            for _ in range(threads)
+            threading.Thread(target=self._work, args=(lane,), name="colibri-upload", daemon=True)
+            for lane in lanes[:threads]
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, upload: Upload, priority: Priority) -> None:
-        """Bring an expert to the device."""
+    def submit(self, uploads: Sequence[Upload], priority: Priority) -> None:
+        """Bring experts to the device, in this order."""
         with self._changed:
-            self._waiting[priority].append(upload)
-            self._changed.notify()
+            self._waiting[priority].extend(uploads)
+            self._changed.notify(len(uploads))
         if not self._threads:
-            taken = self._take()
-            assert taken
-            self._perform(*taken)
+            for _ in uploads:
+                taken = self._take()
+                assert taken
+                self._perform(taken, self._own_lane)
 
     def drain(self) -> None:
-        """Wait until everything submitted has arrived or failed."""
+        """Wait until everything submitted is on the device or has failed."""
         with self._idle:
             self._idle.wait_for(lambda: not self._busy and not any(self._waiting))
+        self._backend.synchronize(self._backend.record(self._copies, sleep=True))
 
     def close(self) -> None:
         """End the threads; what they have not begun is dropped, what is on its way arrives."""
@@ -110,45 +140,33 @@ class Uploader:
         for thread in self._threads:
             thread.join()
         with suppress(DeviceError):  # those that use what was brought have been told already
-            for buffer in self._buffers:
-                if buffer.fetched is not None:
-                    self._backend.synchronize(buffer.fetched)
+            self._backend.synchronize(self._backend.record(self._copies))
 
-    def _work(self) -> None:
+    def _work(self, lane: _Lane) -> None:
         while (taken := self._take()) is not None:
-            self._perform(*taken)
+            self._perform(taken, lane)
 
-    def _take(self) -> tuple[Upload, _Buffer] | None:
-        """The next upload and a buffer for it; None when closed."""
+    def _take(self) -> Upload | None:
+        """The next upload; None when closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._free and any(self._waiting)))
-            if self._closed:
-                return None
-            self._busy += 1
-            waiting = next(queue for queue in self._waiting if queue)
-            return waiting.popleft(), self._free.popleft()
+            while not self._closed:
+                for queue in self._waiting:
+                    if queue:
+                        self._busy += 1
+                        return queue.popleft()
+                self._changed.wait()
+            return None
 
-    def _perform(self, upload: Upload, buffer: _Buffer) -> None:
+    def _perform(self, upload: Upload, lane: _Lane) -> None:
+        # Pieces are of one size: Qwen's 2.6 MB at once, gpt-oss's 13.2 MB in four.
+        parts = -(-upload.nbytes // self._piece_bytes)
+        piece = -(-upload.nbytes // (parts * ALIGNMENT)) * ALIGNMENT
         try:
-            self._arrived(upload, self._copy(upload, buffer))
+            self._arrived(upload, lane.bring(upload, piece))
         except (OSError, DeviceError) as error:
             self._failed(upload, error)
         finally:
             with self._changed:
                 self._busy -= 1
-                self._free.append(buffer)
-                self._changed.notify()
                 if not self._busy and not any(self._waiting):
                     self._idle.notify_all()
-
-    def _copy(self, upload: Upload, buffer: _Buffer) -> Event:
-        """Fill a buffer and have it copied to the slot; the event behind the copy."""
-        if buffer.fetched is not None:
-            self._backend.synchronize(buffer.fetched)  # the device still reads the buffer
-        memory = buffer.memory[: upload.nbytes]
-        self._fill(upload.number, memory)
-        if upload.after is not None:
-            self._backend.wait(self._copies, upload.after)  # kernels still read the slot
-        self._backend.upload(upload.address, memory, self._copies)
-        buffer.fetched = self._backend.record(self._copies, sleep=True)
-        return buffer.fetched

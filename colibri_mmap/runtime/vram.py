@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .device import ALIGNMENT, Address, DeviceBackend, Event
-from .upload import Fill, Priority, Upload, Uploader
+from .processor import default_threads
+from .upload import PIECE_BYTES, Fill, Priority, Upload, Uploader
 from .vrampolicy import Admission, SlotPolicy
 
 UPLOADS_PER_TURN = 2  # an upload moves an expert's bytes through memory three times, its use once
-UPLOAD_THREADS = 4
+_LEAST_THREADS, _MOST_THREADS = 4, 8  # of uploads; one reads about 7 GB/s from the page cache
 
 
 @dataclass(slots=True)
@@ -52,9 +53,12 @@ class VramCache:
         policy: SlotPolicy,
         fill: Fill,
         *,
-        threads: int = UPLOAD_THREADS,
+        threads: int | None = None,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """`fill` reads an expert's slot; without threads uploads are done by `offer` itself.
+        """`fill` reads a piece of an expert's slot. `threads`: None for as many as suit the machine.
+
+        With none at all uploads are done by `offer` itself.
 
         OutOfDeviceMemory if the slots do not fit.
         """
@@ -76,7 +80,8 @@ class VramCache:
                 backend,
                 fill,
                 max((part.slot_bytes for part in used), default=ALIGNMENT),
-                threads=threads,
+                threads=_usual_threads() if threads is None else threads,
+                piece_bytes=piece_bytes,
                 arrived=self._arrived,
                 failed=self._failed,
             )
@@ -138,7 +143,15 @@ class VramCache:
 
     def warm(self) -> None:
         """Fill the slots with pinned experts and those to be expected, the hottest first."""
-        for number in self.policy.hottest():
+        hottest = np.array(self.policy.hottest(), np.int64)
+        with self._lock:
+            absent = hottest[self.policy.slot_of[hottest] < 0]
+            slots = self.policy.demand_free(absent)
+            free = slots >= 0
+            pairs = zip(absent[free].tolist(), slots[free].tolist(), strict=True)
+            uploads = [self._begin(number, slot) for number, slot in pairs]
+        self._uploader.submit(uploads, Priority.WARM)
+        for number in absent[~free].tolist():
             self._admit(number, Priority.WARM)
 
     def pin(self, numbers: Iterable[int]) -> None:
@@ -199,14 +212,17 @@ class VramCache:
             if priority is Priority.PREFETCH:
                 self.stats.prefetched += 1
                 self._prefetched.add(number)
-            slot = admission.slot
-            policy.hold(slot)
-            self._arriving.add(slot)
-            offset, nbytes = policy.place(slot)
-            address = Address(self._memory.address + offset)
-            upload = Upload(number, address, nbytes, self._last_use[slot])
-        self._uploader.submit(upload, priority)
+            upload = self._begin(number, admission.slot)
+        self._uploader.submit((upload,), priority)
         return True
+
+    def _begin(self, number: int, slot: int) -> Upload:
+        """The upload of an expert into the slot that it got."""
+        self.policy.hold(slot)
+        self._arriving.add(slot)
+        offset, nbytes = self.policy.place(slot)
+        address = Address(self._memory.address + offset)
+        return Upload(number, address, nbytes, self._last_use[slot])
 
     def _await(self, slot: int) -> None:
         """Make the compute stream wait for a slot's content."""
@@ -236,3 +252,8 @@ class VramCache:
             self._prefetched.discard(upload.number)
             self.stats.failed += 1
             self.stats.last_error = str(error)
+
+
+def _usual_threads() -> int:
+    """Half of the processors, within limits: they are needed while experts are brought."""
+    return min(_MOST_THREADS, max(_LEAST_THREADS, default_threads() // 2))

@@ -143,6 +143,23 @@ class SlotPolicy:
             return None
         return self._place(number, slot)
 
+    def demand_free(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Free slots for distinct experts [n] that have none; -1 where there are not enough."""
+        slots = np.full(len(numbers), -1, np.int64)
+        classes = np.array(self._class_of)[numbers]
+        for index, free in enumerate(self._free):
+            positions = np.flatnonzero(classes == index)[: len(free)]
+            if not len(positions):
+                continue
+            chosen, taken = numbers[positions], np.array([free.pop() for _ in positions])
+            slots[positions] = taken
+            self._holder[taken], self.slot_of[chosen] = chosen, taken
+            self._floor[index] = min(self._floor[index], float(self.heat[chosen].min()))
+        for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
+            if slot >= 0 and number in self._pinned:
+                self.hold(slot)
+        return slots
+
     def prefetch(self, number: int) -> Admission | None:
         """A protected slot for an expert that is expected, unless too many are protected."""
         index = self._class_of[number]

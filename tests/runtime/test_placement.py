@@ -13,9 +13,10 @@ from shim import Shim
 from colibri_mmap.errors import ResourceError
 from colibri_mmap.runtime import scheduler
 from colibri_mmap.runtime.device import DeviceBackend, OutOfDeviceMemory
+from colibri_mmap.runtime.devicekv import DeviceCache
 from colibri_mmap.runtime.hostdevice import HostBackend
 from colibri_mmap.runtime.hostkernels import execute
-from colibri_mmap.runtime.kv import STEP_TOKENS, Trace
+from colibri_mmap.runtime.kv import STEP_TOKENS, KVCache, Trace
 
 FLOAT_MODELS = [  # their products are float32 on both sides: only the order of sums differs
     *("dbrx", "dots1", "ernie45moe", "glm4moe", "granitemoe", "hunyuan-moe", "llama-dense"),
@@ -254,6 +255,12 @@ def test_the_caches_of_device_and_cpu_hold_the_same(mini: Path) -> None:
             assert np.abs(expected.view(np.float32)).max() > 0.01
 
 
+def mirror_bytes(cache: KVCache) -> int:
+    """Device memory that a sequence's cache holds."""
+    (mirror,) = (each for each in cache.mirrors if isinstance(each, DeviceCache))
+    return sum(layer.memory.nbytes for layer in mirror._layers if layer.memory is not None)
+
+
 def test_a_cache_grows_with_its_sequence(mini: Path, device: DeviceBackend) -> None:
     ids = some_ids(count=1300)
     with Running(model_file(mini, "mixtral"), "int8") as run:
@@ -261,13 +268,16 @@ def test_a_cache_grows_with_its_sequence(mini: Path, device: DeviceBackend) -> N
         large, growing = run.sequence(4096), run.sequence(4096)
         trunk.attach(large.cache, 4096)
         expected = run.in_chunks(ids, 512, large)
-        free = [device.memory_info()[0]]
-        found = []
+        before = device.memory_info()[0]
+        found, held, taken = [], [], []
         for start in range(0, len(ids), 512):
             found.append(run.step((growing, ids[start : start + 512])))
-            free.append(device.memory_info()[0])
+            held.append(mirror_bytes(growing.cache))
+            taken.append(before - device.memory_info()[0])
         assert np.array_equal(np.concatenate(found), expected)
-        assert free[0] > free[1] == free[2] > free[3]
+        assert 0 < held[0] == held[1] < held[2] < mirror_bytes(large.cache)
+        if device.kind == "host":  # a GPU tells what is free in steps of megabytes
+            assert taken == held
 
 
 def test_memory_is_given_back_with_the_sequence_and_with_the_trunk(mini: Path) -> None:

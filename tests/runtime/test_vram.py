@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from colibri_mmap.errors import ResourceError
 from colibri_mmap.runtime.device import Address, Dimensions, OutOfDeviceMemory
 from colibri_mmap.runtime.hostdevice import HostBackend, HostEvent, HostStream
-from colibri_mmap.runtime.upload import Priority
+from colibri_mmap.runtime.upload import Fill, Priority
 from colibri_mmap.runtime.vram import UPLOADS_PER_TURN, VramCache
 from colibri_mmap.runtime.vramplan import plan_vram
 from colibri_mmap.runtime.vrampolicy import SlotPolicy
 
 EXPERTS, SLOTS, BYTES = 40, 10, 256
+PIECE = 1 << 20  # bytes: an expert at once
 TRIALS = 60
 
 
@@ -46,17 +47,20 @@ class Bench:
         deferred: bool = True,
         seed: int = 0,
         threads: int = 0,
-        fill: Callable[[int, NDArray[np.uint8]], None] | None = None,
+        fill: Fill | None = None,
+        piece: int = PIECE,
     ) -> None:
         self.sizes = np.full(EXPERTS, BYTES, np.int64) if sizes is None else sizes
         self.data = [content(number, int(size)) for number, size in enumerate(self.sizes)]
         self.wrong = self.compared = 0
         self.backend = backend(self.compare, deferred=deferred, seed=seed)
         self.policy = SlotPolicy(self.sizes, slots * BYTES, layers=1, half_life=10)
-        self.cache = VramCache(self.backend, self.policy, fill or self.fill, threads=threads)
+        self.cache = VramCache(
+            self.backend, self.policy, fill or self.fill, threads=threads, piece_bytes=piece
+        )
 
-    def fill(self, number: int, staging: NDArray[np.uint8]) -> None:
-        staging[:] = self.data[number]
+    def fill(self, number: int, start: int, staging: NDArray[np.uint8]) -> None:
+        staging[:] = self.data[number][start : start + len(staging)]
 
     def compare(
         self,
@@ -93,9 +97,20 @@ class Bench:
         self.cache.close()
 
 
-def corrupted(backend: type[HostBackend], seed: int, *, deferred: bool, threads: int = 0) -> bool:
+def corrupted(
+    backend: type[HostBackend], seed: int, *, deferred: bool, threads: int = 0, pieces: int = 1
+) -> bool:
     """Whether a kernel read anything but the expert that it was told to read."""
-    bench = Bench(backend, seed=seed, deferred=deferred, threads=threads)
+    sizes, slots = np.full(EXPERTS, pieces * BYTES, np.int64), pieces * SLOTS
+    bench = Bench(
+        backend,
+        sizes=sizes,
+        slots=slots,
+        seed=seed,
+        deferred=deferred,
+        threads=threads,
+        piece=BYTES,
+    )
     random = np.random.default_rng(seed)
     popularity = 1 / np.arange(1, EXPERTS + 1)
     popularity /= popularity.sum()
@@ -134,16 +149,20 @@ class WithoutFence3(HostBackend):
             super().wait(stream, event)
 
 
-def trials(backend: type[HostBackend], *, deferred: bool = True, threads: int = 0) -> int:
+def trials(
+    backend: type[HostBackend], *, deferred: bool = True, threads: int = 0, pieces: int = 1
+) -> int:
     """How many of TRIALS schedules ended in corruption."""
     return sum(
-        corrupted(backend, seed, deferred=deferred, threads=threads) for seed in range(TRIALS)
+        corrupted(backend, seed, deferred=deferred, threads=threads, pieces=pieces)
+        for seed in range(TRIALS)
     )
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("threads", [0, 3])
-def test_with_all_fences_no_schedule_corrupts(threads: int) -> None:
-    assert trials(HostBackend, threads=threads) == 0
+def test_with_all_fences_no_schedule_corrupts(threads: int, pieces: int) -> None:
+    assert trials(HostBackend, threads=threads, pieces=pieces) == 0
 
 
 @pytest.mark.parametrize("backend", [WithoutFence1, WithoutFence2, WithoutFence3])
@@ -170,12 +189,12 @@ class Machine(RuleBasedStateMachine):
         self.held: dict[int, int] = {}  # what was used and is not released: addresses
         self.failed = 0
 
-    def fill(self, number: int, staging: NDArray[np.uint8]) -> None:
+    def fill(self, number: int, start: int, staging: NDArray[np.uint8]) -> None:
         staging[:] = 0xEE
         if number in self.broken:
             self.failed += 1
             raise OSError(5, "broken")
-        self.bench.fill(number, staging)
+        self.bench.fill(number, start, staging)
 
     @rule(numbers=number_sets)
     def use(self, numbers: set[int]) -> None:
@@ -303,11 +322,11 @@ def test_prefetched_experts_are_counted_when_used() -> None:
 def test_an_expert_that_cannot_be_read_stays_on_the_cpu() -> None:
     broken = {0}
 
-    def fill(number: int, staging: NDArray[np.uint8]) -> None:
+    def fill(number: int, start: int, staging: NDArray[np.uint8]) -> None:
         staging[:] = 0xEE  # what is half read must never be seen
         if number in broken:
             raise OSError(5, "Input/output error")
-        bench.fill(number, staging)
+        bench.fill(number, start, staging)
 
     bench = Bench(threads=2, fill=fill)
     for _ in range(4):
@@ -329,9 +348,9 @@ def test_an_expert_that_cannot_be_read_stays_on_the_cpu() -> None:
 def test_an_expert_on_its_way_is_not_there_yet() -> None:
     gate = threading.Event()
 
-    def fill(number: int, staging: NDArray[np.uint8]) -> None:
+    def fill(number: int, start: int, staging: NDArray[np.uint8]) -> None:
         gate.wait()
-        bench.fill(number, staging)
+        bench.fill(number, start, staging)
 
     bench = Bench(threads=1, fill=fill)
     assert not bench.turn(ids(3)).any()
@@ -347,7 +366,7 @@ def test_an_expert_on_its_way_is_not_there_yet() -> None:
 def test_demand_overtakes_what_is_brought_in_advance() -> None:
     gate, order = threading.Event(), list[int]()
 
-    def fill(number: int, staging: NDArray[np.uint8]) -> None:
+    def fill(number: int, start: int, staging: NDArray[np.uint8]) -> None:
         gate.wait()
         order.append(number)
 
@@ -370,7 +389,7 @@ def test_demand_overtakes_what_is_brought_in_advance() -> None:
 def test_closing_drops_what_has_not_begun_and_waits_for_the_rest(threads: int) -> None:
     started, gate, filled = threading.Semaphore(0), threading.Event(), list[int]()
 
-    def fill(number: int, staging: NDArray[np.uint8]) -> None:
+    def fill(number: int, start: int, staging: NDArray[np.uint8]) -> None:
         started.release()
         gate.wait()
         filled.append(number)
@@ -395,7 +414,7 @@ def test_slots_that_do_not_fit_are_refused_with_the_numbers() -> None:
     backend = HostBackend(lambda *_: None, memory=8 * BYTES)
     policy = SlotPolicy(sizes, 10 * BYTES, layers=1)
     with pytest.raises(OutOfDeviceMemory, match=r"0\.0 MB do not fit.*--vram") as caught:
-        VramCache(backend, policy, lambda number, staging: None)
+        VramCache(backend, policy, lambda number, start, staging: None)
     assert (caught.value.wanted, caught.value.free) == (10 * BYTES, 8 * BYTES)
     assert "\n" not in str(caught.value)
 
@@ -408,7 +427,7 @@ def test_memory_is_given_back_when_pinning_fails() -> None:
     backend = NoPinning(lambda *_: None)
     policy = SlotPolicy(np.full(EXPERTS, BYTES, np.int64), 10 * BYTES, layers=1)
     with pytest.raises(ResourceError):
-        VramCache(backend, policy, lambda number, staging: None)
+        VramCache(backend, policy, lambda number, start, staging: None)
     assert backend.memory_info()[0] == backend.memory_info()[1]
 
 
