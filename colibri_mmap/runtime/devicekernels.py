@@ -22,15 +22,6 @@ _WARPS_WANTED = 4096  # in a launch, to keep the memory of a large GPU busy
 _WARPS_PER_BLOCK = 4
 _DEQUANTISE_THREADS = 128
 _COMBINE_THREADS = 128
-_PARTS = {  # lanes that share a block of weights: PARTS of blocks.cuh
-    GGMLType.Q8_0: 4,
-    GGMLType.Q2_K: 16,
-    GGMLType.Q3_K: 16,
-    GGMLType.Q4_K: 8,
-    GGMLType.Q5_K: 8,
-    GGMLType.Q6_K: 16,
-    GGMLType.IQ4_XS: 16,
-}
 _Number = TypeVar("_Number", bound=np.generic)
 
 
@@ -372,19 +363,23 @@ def _columns(count: int) -> int:
 
 
 def _units(type: GGMLType, columns: int) -> int:
-    """What the lanes share among them of a row."""
-    weights = 4 if type in FLOAT_TYPES else block_geometry(type)[0]
-    return columns // weights * (1 if type in FLOAT_TYPES else _PARTS.get(type, 2))
+    """What the lanes share among them of a row: units of operands.cuh."""
+    return columns // (4 if type in FLOAT_TYPES else 16 if type is GGMLType.Q8_0 else 32)
 
 
 def _tiling(type: GGMLType, columns: int, row_groups: int, others: int) -> tuple[int, Dimensions]:
     """Blocks along the rows and the threads of a block, for `row_groups` in `others` parts."""
-    together = 1  # warps that share the units of a row group
     units = _units(type, columns)
+
+    def turns(warps: int) -> int:
+        """Units of the busiest lane."""
+        return _up(units, 32 * warps)
+
+    together = 1  # warps that share the units of a row group, unless many lanes would idle then
     while (
         together < _WARPS_PER_BLOCK
         and row_groups * others * together < _WARPS_WANTED
-        and units >= 2 * together * 32
+        and 8 * turns(2 * together) <= 5 * turns(together)
     ):
         together *= 2
     groups = _WARPS_PER_BLOCK // together

@@ -48,7 +48,9 @@ FAULTS = {
     "surplus columns are written": Fault(
         "Q4_0", "t + j < count && first + r < rows", "first + r < rows"
     ),
-    "surplus columns are read": Fault("F16", "if (j == 0 || j < live)", "if (true)"),
+    "surplus columns are read": Fault("F16", "min(t + j, count - 1)", "t + j"),
+    "surplus hidden rows are read": Fault("F16", "min(p + j, end - 1);", "p + j;", "void down("),
+    "the first columns alone": Fault("F16", "from == 0 || from < live", "from == 0"),
     "surplus hidden rows are written": Fault("Q4_0", "if (p + j < end) out", "out", "void down("),
     "warps share units twice": Fault(
         "Q8_0", "after = i + blockDim.y * WARP", "after = i + WARP", "void accumulate("
@@ -93,7 +95,7 @@ FAULTS = {
         "Q4_0", "fetch<int>(off + group) + N * blockIdx.z", "fetch<int>(off + group)"
     ),
     "sums without weights": Fault("Q4_0", "weight * T::product", "T::product"),
-    "reciprocal too small": Fault("Q4_0", "0xffffffffu / units + 1", "0xffffffffu / units"),
+    "reciprocal too small": Fault("Q4_0", "0x7fffffffu / units + 1", "0x7fffffffu / units"),
     "hidden rows of the first token": Fault(
         "Q4_0", "fetch<int>(hidden + start + e)", "fetch<int>(hidden + e)"
     ),
@@ -117,9 +119,9 @@ FAULTS = {
     "odd bytes": Fault("MXFP4", "((u32)(u64)address & 3)", "((u32)(u64)address & 2)"),
     "a misaligned load": Fault(
         "Q8_0",
-        "raw.q = Words<2>::at(block + 2 + 8 * part);",
-        "raw.q.shift = 0; for (u32 i = 0; i < 2; i++)"
-        " raw.q.aligned[i] = fetch<u32>(block + 2 + 8 * part + 4 * i);",
+        "raw.q = Words<4>::at(block + 2 + 16 * part);",
+        "raw.q.shift = 0; for (u32 i = 0; i < 4; i++)"
+        " raw.q.aligned[i] = fetch<u32>(block + 2 + 16 * part + 4 * i);",
         "struct q8_0",
     ),
     "borrow between bytes": Fault("Q4_0", "(bytes | 0x80808080u) - less", "bytes - less"),
@@ -128,10 +130,9 @@ FAULTS = {
     "q4_0 without its 8": Fault("Q4_0", "0x08080808u", "0x00000000u"),
     "q4_0 high nibbles": Fault("Q4_0", "(raw.q[i] >> 4)", "raw.q[i]", "struct q4_0"),
     "q4_1 minimum is the scale": Fault("Q4_1", "high_half(raw.head)", "low_half(raw.head)"),
-    "q4_1 minimum twice": Fault("Q4_1", "return part == 0;", "return true;"),
     "q5_0 high bits": Fault("Q5_0", "four_bits(bits >> 16)", "four_bits(bits)", "struct q5_0"),
-    "q5_1 high bits": Fault("Q5_1", "(8 * part + 4 * i)", "(4 * i)", "struct q5_1"),
-    "q8_0 second word": Fault("Q8_0", "(int)raw.q[1]", "(int)raw.q[0]"),
+    "q5_1 high bits": Fault("Q5_1", "four_bits(bits >> 16)", "four_bits(bits)", "struct q5_1"),
+    "q8_0 second word": Fault("Q8_0", "(int)raw.q[i]", "(int)raw.q[i & 2]"),
     "mxfp4 least scales": Fault("MXFP4", "e > 1 ?", "e > 0 ?"),
     "q4_k first half of scales": Fault("Q4_K", "pair < 2 ? scales", "pair < 3 ? scales"),
     "q4_k high bits of scales": Fault("Q4_K", "(scales >> 2) & 0x3030u", "(scales >> 3) & 0x3030u"),
@@ -142,15 +143,15 @@ FAULTS = {
     "q4_k nibbles": Fault("Q4_K", "(int)(q[i] & 0x0f0f0f0fu)", "(int)(q[i] >> 4 & 0x0f0f0f0fu)"),
     "q5_k group": Fault("Q5_K", "bits[i] >> (part & ~1u)", "bits[i] >> part"),
     "q5_k second group": Fault("Q5_K", "(high << 3)", "(high << 4)"),
-    "q6_k high bits": Fault("Q6_K", "(HALF / 2) % 2 * 2;", "(HALF / 2) % 2;"),
+    "q6_k high bits": Fault("Q6_K", "shift = part & 2;", "shift = part & 1;"),
     "q6_k scales": Fault("Q6_K", "start(part, run) / 16", "start(part, run) / 32"),
     "q6_k unsigned scales": Fault("Q6_K", "i8 scales[2];", "u8 scales[2];"),
     "q2_k late scales": Fault("Q2_K", "8 * late);", "0 * late);"),
     "q2_k minima": Fault("Q2_K", "(field >> 4) & 15u", "field & 15u"),
-    "q3_k high bits": Fault("Q3_K", "(bits >> run)", "bits"),
+    "q3_k high bits": Fault("Q3_K", "(4 * half + run)", "(4 * half)"),
     "q3_k scale": Fault("Q3_K", "- 32);", "- 31);", "struct q3_k"),
     "q3_k high bits of scales": Fault("Q3_K", "2 * (run >> 1))) & 3u", "(run >> 1))) & 3u"),
-    "iq4_xs scales": Fault("IQ4_XS", "(16 + 2 * group)", "(16 + group)"),
+    "iq4_xs scales": Fault("IQ4_XS", "(16 + 2 * part)", "(16 + part)"),
     "iq4_xs table": Fault("IQ4_XS", "0xf6eaddcfu", "0xf6eaddceu"),
     "bf16 halves": Fault("BF16", "raw.x << 16", "raw.y << 16"),
     "f16 second word": Fault("F16", "half_to_float((u16)(raw.y >> 16))", "0.0f"),

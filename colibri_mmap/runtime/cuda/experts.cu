@@ -8,6 +8,9 @@
 #ifndef ROWS
 #define ROWS 2  // rows of a matrix at a time, so that activations are loaded once for them
 #endif
+#ifndef COLUMNS_AT_ONCE
+#define COLUMNS_AT_ONCE 2  // of the activations, whose loads are under way together
+#endif
 #define MOST_WARPS 8
 
 // Unit i of a row, counted over its blocks.
@@ -36,11 +39,12 @@ DEVICE void load_first(const u8* const (&row)[ROWS_], int columns, typename T::R
         for (int r = 0; r < ROWS_; r++) load_unit<T>(row[r], lane_of_row_group(), raw[r]);
 }
 
-// sums[ROWS_][N] += rows x tokens; only the first `live` tokens are there. `next` holds the first
+// sums[ROWS_][N] += rows x tokens; only the first `live` tokens count. `next` holds the first
 // units; those that a lane takes next are loaded before those at hand are used.
 template <class T, int ROWS_, int N>
 DEVICE void accumulate(const u8* const (&row)[ROWS_], int columns, const Activations& a, const u32 (&token)[N],
                        int live, typename T::Raw (&next)[ROWS_], float (&sums)[ROWS_ * N]) {
+    const int TOGETHER = N < COLUMNS_AT_ONCE ? N : COLUMNS_AT_ONCE;
     u32 units = units_of<T>(columns), i = lane_of_row_group();
 #pragma unroll 2
     while (i < units) {
@@ -55,12 +59,16 @@ DEVICE void accumulate(const u8* const (&row)[ROWS_], int columns, const Activat
 #pragma unroll
         for (int r = 0; r < ROWS_; r++) T::unpack(raw[r], part, unit[r]);
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            if (j == 0 || j < live) {
-                typename T::Operand with;
-                load_operand<T>(a, token[j], i, with);
+        for (int from = 0; from < N; from += TOGETHER)
+            if (from == 0 || from < live) {
+                typename T::Operand with[TOGETHER];
 #pragma unroll
-                for (int r = 0; r < ROWS_; r++) sums[r * N + j] += T::product(unit[r], part, with);
+                for (int j = 0; j < TOGETHER; j++) load_operand<T>(a, token[from + j], i, with[j]);
+#pragma unroll
+                for (int j = 0; j < TOGETHER; j++)
+#pragma unroll
+                    for (int r = 0; r < ROWS_; r++)
+                        sums[r * N + from + j] += T::product(unit[r], part, with[j]);
             }
         i = after;
     }
@@ -112,7 +120,7 @@ DEVICE void matvec(const u8* w, Activations a, float* out, int out_stride, int r
     find_rows(w, bytes_of_row<T>(columns), first, rows, row);
     load_first<T>(row, columns, next);
 #pragma unroll
-    for (int j = 0; j < N; j++) token[j] = t + j;
+    for (int j = 0; j < N; j++) token[j] = min(t + j, count - 1);
     accumulate<T, ROWS, N>(row, columns, a, token, count - t, next, sums);
     sum_of_row_group(sums);
     if (!writes()) return;
@@ -177,7 +185,7 @@ DEVICE void down(const u64* downs, const u64* biases, const int* off, Activation
     u32 token[N];
     float sums[ROWS * N] = {};
 #pragma unroll
-    for (int j = 0; j < N; j++) token[j] = p + j;
+    for (int j = 0; j < N; j++) token[j] = min(p + j, end - 1);
     accumulate<T, ROWS, N>(row, columns, a, token, end - p, next, sums);
     sum_of_row_group(sums);
     if (!writes()) return;
@@ -195,7 +203,7 @@ DEVICE void down(const u64* downs, const u64* biases, const int* off, Activation
 template <class T>
 DEVICE void load_entry(const u64* downs, u64 row_bytes, int first, int rows, u32 units, u32 reciprocal, u32 i,
                        typename T::Raw (&raw)[ROWS]) {
-    u32 e = __umulhi(i, reciprocal);
+    u32 e = __umulhi(2 * i, reciprocal);
     const u8* row[ROWS];
     find_rows((const u8*)fetch<u64>(downs + e), row_bytes, first, rows, row);
 #pragma unroll
@@ -215,14 +223,14 @@ DEVICE void down_weighted(const u64* downs, const u64* biases, const int* off, c
         entries = fetch<int>(off + token + 1) - start;
     }
     u32 units = units_of<T>(columns), all = entries * units, i = lane_of_row_group();
-    u32 reciprocal = 0xffffffffu / units + 1;  // units > 1; exact while all * units < 2^32
+    u32 reciprocal = 0x7fffffffu / units + 1;  // of 2^31; exact while all * units is less
     u64 row_bytes = bytes_of_row<T>(columns);
     float sums[ROWS] = {};
     typename T::Raw next[ROWS];
     if (i < all) load_entry<T>(downs + start, row_bytes, first, rows, units, reciprocal, i, next);
 #pragma unroll 2
     while (i < all) {
-        u32 e = __umulhi(i, reciprocal), rest = i - e * units, after = i + blockDim.y * WARP;
+        u32 e = __umulhi(2 * i, reciprocal), rest = i - e * units, after = i + blockDim.y * WARP;
         typename T::Raw raw[ROWS];
         typename T::Unit unit;
         typename T::Operand with;

@@ -1,6 +1,6 @@
 // What a lane multiplies at a time: a unit of a weight row and the activations that meet it.
 //
-// A unit of a quantised row is RUNS runs of 4 * WORDS neighbouring weights as bytes, PARTS units to
+// A unit of a quantised row is RUNS runs of 4 * WORDS (8 or 16) weights as bytes, PARTS units to
 // a block of WEIGHTS. Run r has the scale number r % SCALES: 1 where all runs of a unit share the
 // scale and lie in the same 32 weights. A weight is scale * byte + offset; SUMS says how offsets
 // meet the activations. A type gives start(part, run); load(block, part, raw), which only loads, so
@@ -41,15 +41,13 @@ struct Quantised {
             if (WORDS == 4) {
                 int4 words = fetch<int4>(q);
                 to.q[run][0] = words.x;
-                to.q[run][1 % WORDS] = words.y;
+                to.q[run][1] = words.y;
                 to.q[run][2 % WORDS] = words.z;
                 to.q[run][3 % WORDS] = words.w;
-            } else if (WORDS == 2) {
+            } else {
                 int2 words = fetch<int2>(q);
                 to.q[run][0] = words.x;
-                to.q[run][1 % WORDS] = words.y;
-            } else {
-                to.q[run][0] = fetch<int>(q);
+                to.q[run][1] = words.y;
             }
         }
         T::load_scales(a, at, part, to);
