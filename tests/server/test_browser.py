@@ -105,20 +105,71 @@ def test_a_conversation(server: ServerProcess, open_page: Any) -> None:
     assert page.evaluate("sessionStorage.getItem('turns')") == "[]"
 
 
-def test_stopping(server: ServerProcess, open_page: Any) -> None:
-    page = open_page(server.url)
-    ready(page)
+def endless(page: Page) -> None:
+    """From now on, replies go on until they are as long as they may be."""
+    bias = {"logit_bias": {"256": -100, "257": -100, "258": -100}}
     page.route(
         "**/v1/chat/completions",
         lambda route: route.continue_(
-            post_data=json.dumps(
-                {
-                    **json.loads(route.request.post_data),
-                    "logit_bias": {"256": -100, "257": -100, "258": -100},
-                }
-            )
+            post_data=json.dumps({**json.loads(route.request.post_data), **bias})
         ),
     )
+
+
+def test_a_reload_in_the_middle_of_a_reply(server: ServerProcess, open_page: Any) -> None:
+    page = open_page(server.url)
+    ready(page)
+    endless(page)
+    ask(page, "Tell me all", longest=3500)
+    page.wait_for_selector(".assistant .body p")
+    page.reload()
+    assert page.inner_text(".user .body") == "Tell me all"
+    assert page.inner_text(".assistant .body")
+    assert page.is_visible(".under button:text-is('Again')")
+
+
+def test_a_lost_connection(server: ServerProcess, open_page: Any) -> None:
+    page = open_page(server.url, expected="ERR_FAILED")
+    ready(page)
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    ask(page, "Hi")
+    page.wait_for_selector(".failed:text-is('The connection to the server was lost.')")
+
+
+def test_figures_of_a_model_that_is_not_open(
+    qwen: Path, mixtral: Path, tmp_path: Path, open_page: Any
+) -> None:
+    with ServerProcess(tmp_path, "-m", f"qwen={qwen}", "-m", f"mixtral={mixtral}") as server:
+        server.wait_for("is open")
+        page = open_page(server.url)
+        ready(page)
+        ask(page, "Hi")
+        page.wait_for_selector("#speed-note:text-matches('tokens so far')")
+        page.wait_for_selector("#bars section")
+        page.select_option("#model", "mixtral")
+        page.wait_for_selector("#no-map:text-matches('not open')")
+        assert page.inner_text("#speed") == "\N{EN DASH}"
+        assert page.inner_text("#speed-note") == page.inner_text("#bars") == ""
+        page.close()
+
+
+def test_the_cursor_is_where_the_text_ends(server: ServerProcess, open_page: Any) -> None:
+    page = open_page(server.url)
+    found = page.evaluate(
+        """texts => texts.map(text => {
+            const box = document.createElement("div");
+            box.append(markdown(text));
+            return endOf(box).tagName;
+        })""",
+        ["", "a", "- one\n- two", "```\ncode", "a `b`"],
+    )
+    assert found == ["DIV", "P", "LI", "PRE", "P"]
+
+
+def test_stopping(server: ServerProcess, open_page: Any) -> None:
+    page = open_page(server.url)
+    ready(page)
+    endless(page)
     ask(page, "Tell me all", longest=3500)
     page.wait_for_selector(".assistant .body:not(:empty)")
     assert page.is_hidden("#send")
