@@ -72,7 +72,7 @@ class Status:
     """What is going on, and what has been since the start.
 
     `finished` counts requests by the reason of their end. `tokens_per_second` is of all replies
-    together, lately.
+    together in the time in which there were any, of the last seconds.
     """
 
     queued: int
@@ -107,7 +107,7 @@ class Batcher:
         self._active: list[Ticket] = []  # the prompt whose turn it is comes first
         self._owed = 0.0  # seconds by which replies got less time than prompts
         self._closed = False
-        self._spoken: deque[tuple[float, int]] = deque()  # (when, tokens) of the latest steps
+        self._spoken: deque[tuple[float, int, float]] = deque()  # of turns: end, tokens, seconds
         self._finished: Counter[FinishReason] = Counter()
         self._begun = 0
         self._failed = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -136,14 +136,15 @@ class Batcher:
     def status(self) -> Status:
         """The figures of this moment."""
         with self._changed:
-            since = time.monotonic() - _SPEED_SECONDS
-            recent = [(when, tokens) for when, tokens in self._spoken if when >= since]
+            self._forget_spoken()
+            seconds = sum(seconds for _, _, seconds in self._spoken)
+            tokens = sum(tokens for _, tokens, _ in self._spoken)
             reading = sum(ticket.generation.pending > 1 for ticket in self._active)
             return Status(
                 len(self._queue),
                 reading,
                 len(self._active) - reading,
-                sum(tokens for _, tokens in recent) / _SPEED_SECONDS,
+                tokens / seconds if seconds else 0.0,
                 self._prompt_tokens,
                 self._cached_tokens,
                 self._generated_tokens,
@@ -198,14 +199,19 @@ class Batcher:
         self._shrink()
         self._admit()
         self._sweep()
+        begun, spoken = time.monotonic(), self._generated_tokens
+        waiting = any(ticket.generation.pending == 1 for ticket in self._active)
         if self._owed <= 0:
             self._read_a_part()
             self._sweep()
         started = time.monotonic()
+        if not waiting:  # for the part of a prompt
+            begun, spoken = started, self._generated_tokens
         decoding = [ticket for ticket in self._active if ticket.generation.pending == 1]
         if decoding:
             self._step(decoding)
             self._owed = max(0.0, self._owed - (time.monotonic() - started))
+            self._count_speed(self._generated_tokens - spoken, begun)
         else:
             self._owed = 0.0
 
@@ -251,7 +257,8 @@ class Batcher:
             self._tell_tokens(ticket, tokens)
             if ticket.generation.finished:
                 self._conclude(ticket)
-        self._count_spoken(spoken)
+        with self._changed:
+            self._generated_tokens += spoken
 
     def _note_prompt(self, ticket: Ticket) -> None:
         """Tell how much of a prompt is read, and let the store see it."""
@@ -261,13 +268,16 @@ class Batcher:
             known, total = len(generation.sequence.ids), generation.stats.prompt_tokens
             ticket.tell(PromptProgress(known, total))
 
-    def _count_spoken(self, tokens: int) -> None:
+    def _count_speed(self, tokens: int, begun: float) -> None:
         with self._changed:
             now = time.monotonic()
-            self._generated_tokens += tokens
-            self._spoken.append((now, tokens))
-            while self._spoken[0][0] < now - _SPEED_SECONDS:
-                self._spoken.popleft()
+            self._spoken.append((now, tokens, now - begun))
+            self._forget_spoken()
+
+    def _forget_spoken(self) -> None:
+        since = time.monotonic() - _SPEED_SECONDS
+        while self._spoken and self._spoken[0][0] < since:
+            self._spoken.popleft()
 
     # -------------------------------------------------------------------------- memory
     def _room_for(self, ticket: Ticket) -> int:

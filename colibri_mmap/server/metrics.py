@@ -118,7 +118,7 @@ class _Reader(Collector):
             ("active_sequences", "Replies being made", [x.active for x in now.loads]),
             (
                 "tokens_per_second",
-                "Of all replies together, in the last seconds",
+                "Of all replies together, while there were any in the last seconds",
                 [x.tokens_per_second for x in now.loads],
             ),
         ):

@@ -155,6 +155,18 @@ def test_others_that_come_and_go_change_nothing(
         assert sum(status.finished.values()) == len(plan)
 
 
+def test_the_speed_is_that_of_the_time_in_which_there_are_replies(engine: Engine) -> None:
+    with serving(engine) as batcher:
+        assert batcher.status().tokens_per_second == 0
+        started = time.monotonic()
+        client = Client(batcher, request(0, 1200, 100, temperature=0))
+        client.said()
+        whole = 100 / (time.monotonic() - started)
+        stats = client.ticket.generation.stats
+        told = batcher.status().tokens_per_second
+        assert whole < told < 2 * stats.decode_tokens_per_second
+
+
 def test_stop_strings_and_ends_of_the_context(mini: Path) -> None:
     with Engine.open(mini / "llama-dense" / "llama-dense.F16.gguf", ctx=40) as engine:
         with serving(engine) as batcher:
