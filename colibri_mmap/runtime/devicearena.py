@@ -13,6 +13,7 @@ from .device import ALIGNMENT, Address, DeviceBackend, DeviceMemory, Event
 
 CHUNK_BYTES = 32 << 20  # that the arena grows by, at least
 _HALF_BYTES = 4 << 20  # of the ring of staging memory
+_MOST_PLACES = 256  # of rows that are read to the host
 
 
 def aligned(nbytes: int) -> int:
@@ -106,14 +107,29 @@ class UploadRing:
         self._left: list[Event] = [None, None]  # when the copies out of a half are done
         self._half, self._used = 0, 0
 
-    def upload(self, address: int, values: NDArray[Any]) -> None:
-        """Copy an array, which may be changed at once, in the order of the compute stream."""
-        source = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        for start in range(0, len(source), self._half_bytes):
-            piece = source[start : start + self._half_bytes]
-            place = self._take(len(piece))
-            place[:] = piece
-            self._backend.upload(address + start, place, self._backend.compute)
+    def upload(self, address: int, *arrays: NDArray[Any]) -> None:
+        """Copy arrays, which may be changed at once, in the order of the compute stream.
+
+        They come one behind another, each aligned.
+        """
+        sources = [np.ascontiguousarray(values).view(np.uint8).reshape(-1) for values in arrays]
+        starts = [0]
+        for source in sources[:-1]:
+            starts.append(starts[-1] + aligned(len(source)))
+        total = starts[-1] + len(sources[-1])
+        if total <= self._half_bytes:
+            place = self._take(total)
+            for start, source in zip(starts, sources, strict=True):
+                place[start : start + len(source)] = source
+            if total:
+                self._backend.upload(address, place, self._backend.compute)
+            return
+        for begin, source in zip(starts, sources, strict=True):
+            for start in range(0, len(source), self._half_bytes):
+                piece = source[start : start + self._half_bytes]
+                place = self._take(len(piece))
+                place[:] = piece
+                self._backend.upload(address + begin + start, place, self._backend.compute)
 
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
         if self._used + nbytes > self._half_bytes:
@@ -154,18 +170,32 @@ class Downloads:
     def __init__(self, backend: DeviceBackend, host: Arena) -> None:
         self._backend, self._host = backend, host
         self._memory = backend.allocate_staging(1 << 20)
+        self._places: dict[tuple[Rows, ...], list[NDArray[np.float32]]] = {}
 
     def start(self, *rows: Rows) -> DeviceReading:
         """Begin to copy rows, as they are after what was launched so far."""
-        backend, total = self._backend, sum(4 * r.count * r.width for r in rows)
+        backend = self._backend
+        places = self._places.get(rows)
+        if places is None:
+            places = self._find_places(rows)
+        for values, r in zip(places, rows, strict=True):
+            if values.size:
+                backend.download(values.view(np.uint8), r.address, backend.compute)
+        return DeviceReading(backend, backend.record(backend.compute), self._host, places)
+
+    def _find_places(self, rows: tuple[Rows, ...]) -> list[NDArray[np.float32]]:
+        """Where rows come to lie, which is kept: a step of one token asks for the same ones."""
+        total = sum(4 * r.count * r.width for r in rows)
         if total > len(self._memory):
-            self._memory = backend.allocate_staging(1 << (total - 1).bit_length())
-        values, start = [], 0
+            self._memory = self._backend.allocate_staging(1 << (total - 1).bit_length())
+            self._places.clear()
+        elif len(self._places) > _MOST_PLACES:
+            self._places.clear()
+        places, start = [], 0
         for r in rows:
             assert r.gap == 0
             place = self._memory[start : start + 4 * r.count * r.width]
-            if len(place):
-                backend.download(place, r.address, backend.compute)
-            values.append(place.view(np.float32).reshape(r.count, r.width))
+            places.append(place.view(np.float32).reshape(r.count, r.width))
             start += len(place)
-        return DeviceReading(backend, backend.record(backend.compute), self._host, values)
+        self._places[rows] = places
+        return places

@@ -79,7 +79,8 @@ class ExpertStore:
         if offload is not None:
             elsewhere = offload.begin(x, h, on_host, layer, routing, ops)
         if elsewhere is not None and (h.count == 1 or self._ops.alone):
-            self.pager.note_elsewhere(layer, np.unique(routing.ids[elsewhere]))
+            used = routing.ids[elsewhere]
+            self.pager.note_elsewhere(layer, used if h.count == 1 else np.unique(used))
         if ops is self._ops:
             self._add_on_cpu(x, on_host, layer, routing, elsewhere)
         elif elsewhere is None or not elsewhere.all():

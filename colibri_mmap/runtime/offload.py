@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Rows
-from .device import DeviceBackend, DeviceError, Dimensions, KernelLaunch, Stream
+from .device import Address, DeviceBackend, DeviceError, Dimensions, KernelLaunch, Stream
 from .devicearena import DeviceArena, DeviceReading, Downloads, UploadRing, aligned
 from .devicekernels import DeviceKernels, ExpertShape, ExpertTables
 from .operations import Operations
@@ -55,6 +54,25 @@ class _Recorder:
         return taken
 
 
+class _SingleTables:
+    """The tables of one token that uses so many experts, of which addresses and weights change."""
+
+    def __init__(self, groups: int) -> None:
+        each, once = np.arange(groups), np.zeros(groups, np.int64)
+        none = np.zeros((6, groups), np.int64)
+        self.tables = ExpertTables.of(none, each, once, np.zeros(groups, np.float32), 1)
+        self.memory = np.empty(self.tables.nbytes, np.uint8)
+        self.tables.write(self.memory)
+        addresses, *_, downs, _, starts, _, _, _, weights = self.tables.places(0)
+        self._addresses = self.memory[addresses:downs].view(np.int64).reshape(6, groups)
+        self._downs = self.memory[downs:starts].view(np.int64).reshape(2, groups)
+        self._weights = self.memory[weights:].view(np.float32)
+
+    def set(self, parts: NDArray[np.int64], weights: NDArray[np.float32]) -> None:
+        """Experts at `parts` [6, G], in router order."""
+        self._addresses[:], self._downs[:], self._weights[:] = parts, parts[2::3], weights
+
+
 class Offload:
     """Computes the experts that a cache has in VRAM; `shapes` has the layers that can be there."""
 
@@ -76,8 +94,10 @@ class Offload:
         self._recorder = _Recorder()
         self._kernels = DeviceKernels(cast(DeviceBackend, self._recorder))  # it only launches
         self._again: dict[object, Callable[[], None]] = {}  # the launches of one token's experts
-        self._single: dict[int, ExpertTables] = {}  # of one token, by the number of experts
+        self._single: dict[int, _SingleTables] = {}  # by the number of experts
         self._count = reader.numbers.count
+        kinds = list(dict.fromkeys(shapes.values()))
+        self._kinds = {layer: kinds.index(shape) for layer, shape in shapes.items()}
         self._first = {layer: reader.numbers.first(layer) for layer in shapes}
         self._offsets = {layer: _offsets(reader.layouts[layer].offsets) for layer in shapes}
         self._missed = np.empty(0, np.int64)
@@ -110,20 +130,25 @@ class Offload:
             return None
         numbers = self._first[layer] + routing.ids
         if x.count == 1:
-            distinct, inverse = numbers[0], np.arange(numbers.size)
+            distinct = numbers[0]
         else:
             distinct, inverse = np.unique(numbers, return_inverse=True)
         addresses = self.cache.use(distinct)
         present = addresses != 0
         self._missed = distinct[~present]
-        if not present.any():
+        if len(self._missed) == len(distinct):
             return None
-        chosen: NDArray[np.bool_] = present[inverse].reshape(numbers.shape)
-        experts = (np.cumsum(present) - 1)[inverse].reshape(numbers.shape)
-        offsets = self._offsets[layer][:, None]
-        parts = np.where(offsets < 0, 0, addresses[present] + offsets)
+        offsets, exists = self._offsets[layer]
+        parts = (addresses[present] + offsets) * exists
+        chosen: NDArray[np.bool_]
         try:
-            self._start(x, h, on_host, shape, parts, chosen, experts, routing.weights, ops)
+            if x.count == 1:
+                chosen = present[None]
+                self._start_one(x, h, on_host, layer, parts, routing.weights[0, present], ops)
+            else:
+                chosen = present[inverse].reshape(numbers.shape)
+                experts = (np.cumsum(present) - 1)[inverse].reshape(numbers.shape)
+                self._start(x, h, on_host, shape, parts, chosen, experts, routing.weights, ops)
         finally:
             self.cache.release(distinct[present])
         return chosen
@@ -133,7 +158,8 @@ class Offload:
         if self._reading is not None:
             reading, self._reading = self._reading, None
             self._cpu.add(x, reading.wait()[0])
-        self.cache.offer(self._missed)
+        if len(self._missed):
+            self.cache.offer(self._missed)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Upload experts of a layer that are likely to be chosen next, the likeliest first."""
@@ -148,6 +174,45 @@ class Offload:
         }
 
     # -------------------------------------------------------------------------- launching
+    def _start_one(
+        self,
+        x: Rows,
+        h: Rows,
+        on_host: Rows,
+        layer: int,
+        parts: NDArray[np.int64],
+        weights: NDArray[np.float32],
+        ops: Operations,
+    ) -> None:
+        """Launch experts of one token; `parts` [6, G]: where they are, `weights` [G].
+
+        All that goes to the device goes there at once; the launches are kept, by their addresses.
+        """
+        groups = len(weights)
+        single = self._single.get(groups)
+        if single is None:
+            single = self._single[groups] = _SingleTables(groups)
+        single.set(parts, weights)
+        arena, tables = self._arena, single.tables
+        with arena.temporaries():
+            if ops is self._cpu:
+                sums, before = arena.rows(1, x.width), aligned(4 * x.width)
+                h = Rows(arena.take(before + tables.nbytes), 1, x.width)
+                address = Address(h.address + before)
+                self._uploads.upload(h.address, self._cpu.arena.view(on_host), single.memory)
+            else:
+                sums, address = x, arena.take(tables.nbytes)
+                self._uploads.upload(address, single.memory)
+            key = (self._kinds[layer], groups, address, h.address, sums.address)
+            again = self._again.get(key)
+            if again is not None:
+                again()
+            else:
+                launches = self._launch(self._shapes[layer], tables, address, h, sums, sums is x)
+                self._again[key] = self._backend.joined(launches)
+            if sums is not x:
+                self._reading = self._downloads.start(sums)
+
     def _start(
         self,
         x: Rows,
@@ -161,58 +226,40 @@ class Offload:
         ops: Operations,
     ) -> None:
         """Launch the `chosen` ones; `parts` [6, G]: where they are, `experts` [T, k]: which."""
-        with self._arena.temporaries():
+        arena = self._arena
+        with arena.temporaries():
+            sums = x
             if ops is self._cpu:
-                sums, h = self._arena.rows(x.count, x.width), self._upload(on_host)
-            else:
-                sums = x
+                sums, h = arena.rows(x.count, x.width), arena.rows(x.count, x.width)
+                self._uploads.upload(h.address, self._cpu.arena.view(on_host))
             step = _tokens_at_once(chosen.shape[1])
             for first in range(0, x.count, step):
                 some = slice(first, first + step)
-                if x.count == 1:
-                    tables = self._tables_of_one(parts, weights[chosen])
-                else:
-                    tables = _tables(parts, chosen[some], experts[some], weights[some])
+                tables = _tables(parts, chosen[some], experts[some], weights[some])
                 rows = (h.part(first, tables.count), sums.part(first, tables.count))
-                self._launch(shape, tables, *rows, add=sums is x, keep=x.count == 1)
+                with arena.temporaries():
+                    memory = np.empty(tables.nbytes, np.uint8)
+                    tables.write(memory)
+                    address = arena.take(tables.nbytes)
+                    self._uploads.upload(address, memory)
+                    self._launch(shape, tables, address, *rows, sums is x)
             if sums is not x:
                 self._reading = self._downloads.start(sums)
-
-    def _tables_of_one(
-        self, parts: NDArray[np.int64], weights: NDArray[np.float32]
-    ) -> ExpertTables:
-        """For a step of one token, all of whose experts [G] these are."""
-        groups = parts.shape[1]
-        known = self._single.get(groups)
-        if known is None:
-            each, once = np.arange(groups), np.zeros(groups, np.int64)
-            known = ExpertTables.of(parts, each, once, weights, 1)
-            self._single[groups] = known
-        return replace(known, addresses=parts, entry_downs=parts[2::3], entry_weights=weights)
 
     def _launch(
         self,
         shape: ExpertShape,
         tables: ExpertTables,
+        address: Address,
         h: Rows,
         sums: Rows,
-        *,
         add: bool,
-        keep: bool,
-    ) -> None:
-        """`keep`: the same launches will be made again; else they are made anew each time."""
+    ) -> list[KernelLaunch]:
+        """Compute with tables at an address of the device; the launches."""
         arena, kernels = self._arena, self._kernels
         with arena.temporaries():
-            memory = np.empty(tables.nbytes, np.uint8)
-            tables.write(memory)
-            address = arena.take(tables.nbytes)
-            self._uploads.upload(address, memory)
             packing = arena.take(kernels.packed_bytes(h.count, h.width))
             scratch = arena.take(kernels.experts_bytes(shape, tables.pairs))
-            key = (shape, tables.groups, h.address, sums.address, add, address)
-            if keep and key in self._again:
-                self._again[key]()
-                return
             self._recorder.take()  # what was left of a step that was given up
             where = (h.address, h.count, h.width, h.stride // 4)
             packed = kernels.pack(shape.type, *where, packing)
@@ -221,14 +268,7 @@ class Offload:
             launches = self._recorder.take()
         for launch in launches:
             self._backend.launch(*launch, self._backend.compute)
-        if keep:
-            self._again[key] = self._backend.joined(launches)
-
-    def _upload(self, rows: Rows) -> Rows:
-        """Rows of the CPU's in the device's memory."""
-        copy = self._arena.rows(rows.count, rows.width)
-        self._uploads.upload(copy.address, self._cpu.arena.view(rows))
-        return copy
+        return launches
 
     def close(self) -> None:
         """End the uploads and give the memory back, after what was launched."""
@@ -255,6 +295,7 @@ def _tables(
     return ExpertTables.of(parts, experts[chosen], tokens, weights[chosen], len(chosen))
 
 
-def _offsets(offsets: Mapping[str, int]) -> NDArray[np.int64]:
-    """Where gate, up, down and their biases lie in a slot [6]; -1: there is none."""
-    return np.array([offsets.get(part, -1) for part in _PARTS], np.int64)
+def _offsets(offsets: Mapping[str, int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where gate, up, down and their biases lie in a slot [6, 1], and a 0 for those that do not."""
+    exists = np.array([[int(part in offsets)] for part in _PARTS], np.int64)
+    return np.array([[offsets.get(part, 0)] for part in _PARTS], np.int64), exists

@@ -35,12 +35,12 @@ class Priority(IntEnum):
 
 
 class Upload(NamedTuple):
-    """An expert on its way: its slot's address and size, and the event of the slot's last use."""
+    """An expert on its way: its slot's address and size, and the event after its last use."""
 
     number: int
     address: Address
     nbytes: int
-    after: Event | None
+    after: Event
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class _Lane:
                 backend.synchronize(buffer.fetched)  # the device still reads the buffer
             memory = buffer.memory[: min(piece, upload.nbytes - start)]
             self._fill(upload.number, start, memory)
-            if start == 0 and upload.after is not None:
+            if start == 0:
                 backend.wait(copies, upload.after)  # kernels still read the slot
             backend.upload(upload.address + start, memory, copies)
             buffer.fetched = ready = backend.record(copies, sleep=True)
@@ -127,10 +127,9 @@ class Uploader:
                 self._perform(taken, self._own_lane)
 
     def drain(self) -> None:
-        """Wait until everything submitted is on the device or has failed."""
+        """Wait until everything submitted has arrived or failed."""
         with self._idle:
             self._idle.wait_for(lambda: not self._busy and not any(self._waiting))
-        self._backend.synchronize(self._backend.record(self._copies, sleep=True))
 
     def close(self) -> None:
         """End the threads; what they have not begun is dropped, what is on its way arrives."""

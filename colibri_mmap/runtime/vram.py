@@ -56,7 +56,7 @@ class VramCache:
         threads: int | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """`fill` reads a piece of an expert's slot. `threads`: None for as many as suit the machine.
+        """`fill` reads a piece of an expert's slot. `threads`: None is as many as suit the machine.
 
         With none at all uploads are done by `offer` itself.
 
@@ -69,7 +69,6 @@ class VramCache:
         self.nbytes = sum(part.count * part.slot_bytes for part in used)
         slots = sum(part.count for part in used)
         self._ready: list[Event | None] = [None] * slots  # None: the content may be read
-        self._last_use: list[Event | None] = [None] * slots
         self._arriving: set[int] = set()  # slots whose copy is not on the stream yet
         self._reading: dict[int, int] = {}  # number: slot, between use and release
         self._prefetched: set[int] = set()
@@ -95,36 +94,34 @@ class VramCache:
 
         Work given to the compute stream from now on may read them, until `release`.
         """
-        policy, addresses = self.policy, np.zeros(len(numbers), np.int64)
+        policy, base, reading = self.policy, self._memory.address, self._reading
+        names, addresses, taken = numbers.tolist(), [0] * len(numbers), []
         with self._lock:
             policy.count(numbers)
-            for position, slot in enumerate(policy.slot_of[numbers].tolist()):
+            slots = policy.slot_of[numbers].tolist()
+            for position, (number, slot) in enumerate(zip(names, slots, strict=True)):
                 if slot < 0 or slot in self._arriving:
                     continue
-                number = int(numbers[position])
-                self._await(slot)
-                addresses[position] = self._memory.address + policy.place(slot)[0]
-                if number not in self._reading:  # else its release was forgotten, by a Ctrl-C
-                    policy.hold(slot)
-                    self._reading[number] = slot
+                if self._ready[slot] is not None:
+                    self._await(slot)
+                addresses[position] = base + policy.place(slot)[0]
+                if number not in reading:  # else its release was forgotten, by a Ctrl-C
+                    reading[number] = slot
+                    taken.append(slot)
                 if number in self._prefetched:
                     self._prefetched.remove(number)
                     self.stats.prefetch_hits += 1
-            hits = int(np.count_nonzero(addresses))
-            self.stats.hits += hits
-            self.stats.misses += len(numbers) - hits
-        return addresses
+            policy.hold(taken)
+            misses = addresses.count(0)
+            self.stats.hits += len(names) - misses
+            self.stats.misses += misses
+        return np.array(addresses, np.int64)
 
     def release(self, numbers: NDArray[np.int64]) -> None:
         """All work that reads these experts, as far as they are in VRAM, is on the stream."""
         with self._lock:
-            slots = [self._reading.pop(n) for n in numbers.tolist() if n in self._reading]
-            if not slots:
-                return
-            event = self._backend.record(self._backend.compute)
-            for slot in slots:
-                self._last_use[slot] = event
-                self.policy.release(slot)
+            reading = self._reading
+            self.policy.release([reading.pop(n) for n in numbers.tolist() if n in reading])
 
     def offer(self, numbers: NDArray[np.int64]) -> None:
         """Propose a layer's missed experts: the hottest are uploaded if they deserve a slot."""
@@ -149,7 +146,8 @@ class VramCache:
             slots = self.policy.demand_free(absent)
             free = slots >= 0
             pairs = zip(absent[free].tolist(), slots[free].tolist(), strict=True)
-            uploads = [self._begin(number, slot) for number, slot in pairs]
+            used = self._used()
+            uploads = [self._begin(number, slot, used) for number, slot in pairs]
         self._uploader.submit(uploads, Priority.WARM)
         for number in absent[~free].tolist():
             self._admit(number, Priority.WARM)
@@ -212,17 +210,21 @@ class VramCache:
             if priority is Priority.PREFETCH:
                 self.stats.prefetched += 1
                 self._prefetched.add(number)
-            upload = self._begin(number, admission.slot)
+            upload = self._begin(number, admission.slot, self._used())
         self._uploader.submit((upload,), priority)
         return True
 
-    def _begin(self, number: int, slot: int) -> Upload:
-        """The upload of an expert into the slot that it got."""
+    def _used(self) -> Event:
+        """Behind all that was launched, and so behind what reads slots that can be taken now."""
+        return self._backend.record(self._backend.compute)
+
+    def _begin(self, number: int, slot: int, used: Event) -> Upload:
+        """The upload of an expert into the slot that it got, once that is `used` no more."""
         self.policy.hold(slot)
         self._arriving.add(slot)
         offset, nbytes = self.policy.place(slot)
         address = Address(self._memory.address + offset)
-        return Upload(number, address, nbytes, self._last_use[slot])
+        return Upload(number, address, nbytes, used)
 
     def _await(self, slot: int) -> None:
         """Make the compute stream wait for a slot's content."""
@@ -237,7 +239,7 @@ class VramCache:
     def _arrived(self, upload: Upload, ready: Event) -> None:
         with self._lock:
             slot = int(self.policy.slot_of[upload.number])
-            self._ready[slot], self._last_use[slot] = ready, None
+            self._ready[slot] = ready
             self._arriving.remove(slot)
             self.policy.release(slot)
             self.stats.uploads += 1

@@ -197,12 +197,12 @@ class SlotPolicy:
                 self.hold(int(self.slot_of[number]))
         self._floor = [0.0] * len(self.classes)
 
-    def hold(self, slot: int) -> None:
-        """Keep a slot from being taken, until released as often as held."""
-        self._holds[slot] += 1
+    def hold(self, slots: int | list[int]) -> None:
+        """Keep a slot, or distinct ones, from being taken, until released as often as held."""
+        self._holds[slots] += 1
 
-    def release(self, slot: int) -> None:
-        self._holds[slot] -= 1
+    def release(self, slots: int | list[int]) -> None:
+        self._holds[slots] -= 1
 
     # -------------------------------------------------------------------------- what is known
     def hottest(self) -> list[int]:
