@@ -78,7 +78,10 @@ class ExpertPager:
         self._warming: deque[int] = deque()  # to be loaded when nothing else is; not loading yet
         self._announcements: deque[int] = deque()
         self._evictions: deque[int] = deque()
-        self._changed = threading.Condition()
+        # Taken as it is, not through the condition, which is Python code: there a Ctrl-C may come
+        # between the end of a block and the release.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._threads = [
             threading.Thread(target=target, name=f"colibri-{target.__name__}", daemon=True)
@@ -89,7 +92,7 @@ class ExpertPager:
 
     def close(self) -> None:
         """End the threads; what is in the page cache stays there."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
@@ -126,7 +129,7 @@ class ExpertPager:
         together = len(numbers)
         if least is not None:
             together = max(least, self.policy.budget // int(self.source.sizes[numbers[0]]))
-        with self._changed:
+        with self._lock:
             self._ahead.clear()  # of a prompt that is done or was given up
             self.policy.take_turn(index, experts)
         if len(numbers) <= together:
@@ -141,7 +144,7 @@ class ExpertPager:
     def _fetch(self, index: int, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         """`fetch` of experts that are in memory together."""
         numbers = index * self.numbers.count + experts
-        with self._changed:
+        with self._lock:
             self.policy.admit(index, experts)
         present = self._state[numbers] == _READY
         self._count(numbers, present)
@@ -169,7 +172,7 @@ class ExpertPager:
         `upcoming`, of the next layer. What is read here leaves memory first.
         """
         numbers = self._index[layer] * self.numbers.count + experts
-        with self._changed:
+        with self._lock:
             self._ahead.intersection_update(numbers.tolist())  # others were read in vain
             present = self._state[numbers] == _READY
         self._count(numbers, present)
@@ -201,7 +204,7 @@ class ExpertPager:
     def warm(self, numbers: Sequence[int]) -> None:
         """Read these experts, the first most likely to be used, in idle moments until memory is
         full; those in memory already are left alone."""
-        with self._changed:
+        with self._lock:
             self._warming.extend(numbers)
             self._changed.notify_all()
 
@@ -223,7 +226,7 @@ class ExpertPager:
 
     def _queue(self, numbers: Sequence[int], kind: Kind, queue: deque[int]) -> None:
         """Have the prefault service load experts; one that waits in the background moves up."""
-        with self._changed:
+        with self._lock:
             for number in numbers:
                 if self._state[number] == _ABSENT:
                     self._failed.pop(number, None)
@@ -248,7 +251,7 @@ class ExpertPager:
         spare = upcoming + max(0, len(missing) - 1)
         window = min(_WINDOW_BYTES, self.policy.budget // 4)
         fresh: list[int] = []
-        with self._changed:
+        with self._lock:
             self._ahead.difference_update(group)
             # some arrive without being asked for here: they too must not leave before their turn
             self._ahead.update(n for n in missing if self._state[n] != _ABSENT)
@@ -268,7 +271,7 @@ class ExpertPager:
         if self.policy.resident_bytes <= self.policy.budget:
             return
         count = self.numbers.count
-        with self._changed:
+        with self._lock:
             keep = {*in_use, *self._loading, *self._ahead}
             found = self.policy.victims(keep=[divmod(number, count) for number in keep])
             victims = [layer * count + expert for layer, expert in found]
@@ -292,7 +295,7 @@ class ExpertPager:
     def _wait_for(self, missing: list[int]) -> int:
         """Wait for the first; how many from it on are in memory."""
         started = time.perf_counter()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(
                 lambda: self._state[missing[0]] == _READY or missing[0] in self._failed
             )
@@ -317,7 +320,7 @@ class ExpertPager:
         """Load queued experts, the demanded ones first."""
         while True:
             warms = False
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(
                     lambda: self._closed or self._demand or self._background or self._warming
                 )
@@ -337,7 +340,7 @@ class ExpertPager:
                 self.source.load(number)
             except OSError as caught:
                 error = caught
-            with self._changed:
+            with self._lock:
                 self._loading.discard(number)
                 self._state[number] = _READY if error is None else _ABSENT
                 if error is not None:
@@ -361,7 +364,7 @@ class ExpertPager:
     def _announce(self) -> None:
         """Have the disk start on queued experts, far ahead of those who wait for them."""
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._closed or self._announcements)
                 if self._closed:
                     return
@@ -371,7 +374,7 @@ class ExpertPager:
     def _evict(self) -> None:
         """Give back the memory of evicted experts, unless they were asked for again meanwhile."""
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._closed or self._evictions)
                 if self._closed:
                     return
@@ -391,7 +394,7 @@ class ExpertPager:
         sample = random.sample(ready, min(_AUDIT_SIZE, len(ready)))
         gone = [number for number in sample if self.source.resident(number) < 0.5]
         for number in gone:
-            with self._changed:
+            with self._lock:
                 self._state[number] = _ABSENT
                 self.policy.drop(*self._key(number))
         self.stats.lost += len(gone)
@@ -399,7 +402,7 @@ class ExpertPager:
 
     def check_integrity(self) -> None:
         """Assert that the books agree with one another, while nothing is being asked for."""
-        with self._changed:
+        with self._lock:
             self.policy.check_integrity()
             held = [i * self.numbers.count + expert for i, expert in self.policy.resident_keys()]
             assert held == np.flatnonzero(self._state != _ABSENT).tolist()
