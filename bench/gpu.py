@@ -3,7 +3,7 @@
     python bench/gpu.py [--section vectors|copy|kernels|latency] [--model Qwen3] ...
 
 vectors   products of tests/data/gpu, computed again: every type of weights
-copy      device to device, bytes read and written
+copy      within the device: bytes read and written per second; and read alone
 kernels   experts of a layer: bytes of weights per second, against the copy of the same run
 latency   small launches, on the GPU alone and as the host gives them
 
@@ -28,6 +28,8 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "runtime")]
+
+from gpucopy import copy_rate, rates  # noqa: E402
 
 from colibri_mmap.format.quants import GGMLType, row_bytes  # noqa: E402
 from colibri_mmap.runtime.device import ALIGNMENT, probe  # noqa: E402
@@ -139,18 +141,9 @@ def show_vectors(card: Card, options: argparse.Namespace) -> None:
     print(f"  {'as expected' if worst <= DEVIATION else 'NOT as expected'}, worst {worst:.1e}")
 
 
-def copy_rate(card: Card, seconds: float) -> float:
-    """Bytes read and written per second by a copy of 512 MB."""
-    nbytes = 512 << 20
-    source, target = (card.device.allocate(nbytes) for _ in range(2))
-    time = card.seconds(lambda: card.copy(target.address, source.address, nbytes), seconds)
-    for memory in (source, target):
-        memory.free()
-    return 2 * nbytes / time
-
-
 def show_copy(card: Card, options: argparse.Namespace) -> None:
-    print(f"  device to device {copy_rate(card, options.seconds) / 1e9:.0f} GB/s read and written")
+    for name, rate in rates(card).items():
+        print(f"  {name:20s} {rate / 1e9:6.0f} GB/s")
 
 
 class Layers:
@@ -218,8 +211,8 @@ class Layers:
 
 
 def show_kernels(card: Card, options: argparse.Namespace) -> None:
-    """GB/s of weights; in brackets: of the copy."""
-    copy = copy_rate(card, options.seconds)
+    """GB/s of weights, which are only read; in brackets: of the copy's reads and writes."""
+    copy = copy_rate(card)
     print(f"  copy {copy / 1e9:.0f} GB/s. GB/s of weights (of the copy); us a layer")
     print(f"  {'':22s} tokens  {'gate_up':>13s}  {'down':>13s}  {'all':>13s}  us")
     for model, type, count in _cases(options.model):
