@@ -88,7 +88,8 @@ class PrefixStore:
         self._roots = [chained(f"{model} {kind}".encode(), _tokens(())) for kind in range(2)]
         self._idle: list[_Idle] = []  # the least recently used first
         self._from_ram = self._from_disk = 0
-        self._changed = threading.Condition()  # guards the idle sequences and what follows
+        self._lock = threading.RLock()  # guards the idle sequences and what follows
+        self._changed = threading.Condition(self._lock)
         self._closing = False
         self._directory: SessionDirectory | None = None
         self._writer: threading.Thread | None = None
@@ -106,7 +107,7 @@ class PrefixStore:
         sequence: Sequence | None = None
         while sequence is None:
             saved = self._on_disk(wanted, is_long)
-            with self._changed:
+            with self._lock:
                 found = self._in_memory(wanted, is_long)
                 if found is not None and found[1] + _TRIFLE >= saved.length:
                     sequence = self._moved(*found)
@@ -126,7 +127,7 @@ class PrefixStore:
             mirror.to_host(len(sequence.ids))
         cache.mirrors.clear()  # a device's memory is for sequences in use
         idle = _Idle(sequence, _tokens(sequence.ids), written=self._directory is None)
-        with self._changed:
+        with self._lock:
             if self._closing:
                 return
             for other in [other for other in self._idle if self._is_part(other, idle)]:
@@ -152,7 +153,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Write what is not written yet, and forget everything; a second call does nothing."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
         if self._writer is not None:
@@ -162,7 +163,7 @@ class PrefixStore:
     def status(self) -> StoreStatus:
         """What there is now."""
         files, nbytes = self._directory.usage() if self._directory is not None else (0, 0)
-        with self._changed:
+        with self._lock:
             return StoreStatus(
                 len(self._idle), self._held(), files, nbytes, self._from_ram, self._from_disk
             )
@@ -252,7 +253,7 @@ class PrefixStore:
     def _write(self) -> None:
         """The writer's thread: idle sequences, the last used first, until the store is closed."""
         while True:
-            with self._changed:
+            with self._lock:
                 while not (waiting := [idle for idle in self._idle if not idle.written]):
                     if self._closing:
                         return
@@ -260,7 +261,7 @@ class PrefixStore:
             idle = waiting[-1]
             with suppress(MemoryError):
                 self._write_missing(idle)
-            with self._changed:
+            with self._lock:
                 idle.written = True
                 self._make_room()
 
@@ -284,7 +285,7 @@ class PrefixStore:
     def _write_part(self, idle: _Idle, part: Part, used: int) -> bool:
         """Write a span; it is copied first, for the sequence may be taken at any moment."""
         assert self._directory is not None
-        with self._changed:
+        with self._lock:
             if idle not in self._idle:
                 return False
             payload = gather(idle.cache.span(part.start, part.end))
