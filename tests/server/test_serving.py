@@ -196,7 +196,8 @@ def test_a_reply_that_takes_too_long(qwen: Path, tmp_path: Path) -> None:
             said: list[str] = []
             with pytest.raises(openai.APIError, match="longer than the server allows"):
                 said += (chunk.choices[0].delta.content or "" for chunk in stream)
-        body = {"messages": USER, "max_tokens": 4000, "stream": True, "temperature": 0}
+        hello = [{"role": "user", "content": "Hello"}]  # to which the likeliest reply is endless
+        body = {"messages": hello, "max_tokens": 4000, "stream": True, "temperature": 0}
         url = f"{server.url}/v1/messages"
         with httpx.stream("POST", url, json=body, headers=key, timeout=60) as reply:
             events = [line for line in reply.iter_lines() if line.startswith("event:")]
@@ -247,7 +248,7 @@ def test_mistakes_are_told_at_once(qwen: Path, tmp_path: Path, narrow: ServerPro
     for arguments, said in (
         (["-m", tmp_path / "no.gguf"], "no.gguf"),
         (["-m", __file__], "not a GGUF file"),
-        (["-m", qwen, "--port", port], "choose another --host or --port"),
+        (["-m", qwen, "--port", port], f":{port}: Address already in use; choose another --host"),
         (["-m", qwen, "-m", twice], "two models are called"),
         (["-m", qwen, "--cache-ram", "lots"], "lots"),
         (["-m", qwen, "--host", "no.such.host.example"], "cannot listen on"),
@@ -268,4 +269,12 @@ def test_a_model_that_does_not_fit_ends_the_command(qwen: Path, tmp_path: Path) 
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: --pin 99:1")
+    assert done.stderr.count("--pin 99:1") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_one_of_two_models_that_does_not_fit_is_told(qwen: Path, tmp_path: Path) -> None:
+    models = ["-m", f"one={qwen}", "-m", f"two={qwen}"]
+    with serving(tmp_path, *models, "--pin", "99:1") as server:
+        assert server.wait_for("error: one: --pin 99:1")
+        assert httpx.get(f"{server.url}/health").json()["status"] == "error"
