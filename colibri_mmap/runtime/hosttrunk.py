@@ -1,4 +1,4 @@
-"""The kernels of cuda/trunk.cu in numpy, on host addresses, for a device that is host memory.
+"""The kernels of cuda/trunk.cu and cuda/attention.cu in numpy, on host addresses, for a device that is host memory.
 
 Each function takes the grid and the kernel's arguments, as trunkkernels.py makes them.
 """
@@ -291,8 +291,9 @@ TWINS: dict[str, Twin] = {
 }
 for _kv_type, _dtype in (("f16", np.float16), ("f32", np.float32)):
     TWINS[f"append_kv_{_kv_type}"] = partial(_append, _dtype)
-    for _variant in (1, 4, 8):
-        TWINS[f"attention_{_kv_type}_r{_variant}"] = partial(_attention, _dtype)
+    for _number in (4, 8, 32):
+        for _size in (128, 256):
+            TWINS[f"attention_{_kv_type}_r{_number}_d{_size}"] = partial(_attention, _dtype)
 
 
 def execute(

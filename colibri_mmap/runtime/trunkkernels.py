@@ -9,12 +9,16 @@ from .device import Address, KernelLaunch
 from .kv import KVShape
 
 MAX_HEAD = 256  # dimensions of a head, at most
-TILE = 128  # keys that a block of the attention kernel takes at a time
+TILE = 64  # keys that the attention kernel takes at a time
 SLICE_WORDS, PLACE_WORDS = 4, 5  # int32, uint64: the structs Slice and Place
-_ROW_VARIANTS = (1, 4, 8)  # rows of a block of the attention kernel
 _THREADS = 256
+_ATTENTION_THREADS = 128
+_FEW_ROWS = (4, 8)  # of a block of the attention kernel, whose warps share the work
+_MANY_ROWS = 32  # of one whose warps have rows of their own
 _ENOUGH_BLOCKS = 256  # of the attention kernel, to keep a device busy
 _MOST_SHARES = 64
+_JOINED_AT_ONCE = 4  # shares of a row
+_COLUMN = 128  # dimensions of a head: kernels are for one of them, or two
 
 
 def rms_norm(x: Rows, out: Rows, weight: int, eps: float) -> KernelLaunch:
@@ -126,10 +130,11 @@ class AttentionGrid(NamedTuple):
 
         How the keys of a token are cut does not depend on the sequences beside it.
         """
-        rows = _ROW_VARIANTS[-1]
-        if slices.tokens == 1:
-            rows = next((n for n in _ROW_VARIANTS if n >= group), rows)
-        row_blocks = -(-slices.tokens * group // rows)
+        pairs = slices.tokens * group
+        rows = next((n for n in _FEW_ROWS if n >= pairs), _FEW_ROWS[-1])
+        if slices.tokens > 1 and pairs > 2 * rows:
+            rows = _MANY_ROWS
+        row_blocks = -(-pairs // rows)
         most = max(1, min(_ENOUGH_BLOCKS // (shape.heads * row_blocks), _MOST_SHARES))
         keys = min(slices.length, shape.window + slices.tokens) if shape.window else slices.length
         return cls(rows, row_blocks, most, min(most, _power_of_two(_tiles(keys))))
@@ -146,7 +151,7 @@ class AttentionGrid(NamedTuple):
 
 def attention_bytes(value_size: int) -> int:
     """The most that shares of one sequence take, see `AttentionGrid`."""
-    return 4 * _ENOUGH_BLOCKS * _ROW_VARIANTS[-1] * (2 + value_size)
+    return 4 * _ENOUGH_BLOCKS * _MANY_ROWS * (2 + value_size)
 
 
 def attention(
@@ -167,16 +172,17 @@ def attention(
     sizes = (grid.row_blocks, grid.most, group, shape.key_size, shape.value_size)
     tables = (Address(slices.table), Address(places))
     where = (*_strided(q, out), *tables, *sizes, float(scale), *sight)
+    size = -(-max(shape.key_size, shape.value_size) // _COLUMN) * _COLUMN
     launch = KernelLaunch(
-        f"attention_{kv_type}_r{grid.rows}",
+        f"attention_{kv_type}_r{grid.rows}_d{size}",
         (shape.heads * grid.row_blocks, grid.shares, slices.number),
-        (TILE, 1, 1),
+        (_ATTENTION_THREADS, 1, 1),
         (*where, Address(sinks), Address(partial)),
     )
     if grid.shares == 1:
         return [launch]
     joined = (Address(partial), *_strided(out), shape.value_size, grid.shares)
-    block = (-(-min(shape.value_size, TILE) // 32) * 32, 1, 1)
+    block = (-(-min(shape.value_size, _COLUMN) // 32) * 32, _JOINED_AT_ONCE, 1)
     reduce = KernelLaunch("attention_reduce", (shape.heads * group, q.count, 1), block, joined)
     return [launch, reduce]
 

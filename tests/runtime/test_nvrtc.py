@@ -10,7 +10,7 @@ from nvrtc import Nvrtc
 from colibri_mmap.runtime.cudasources import cuda_modules
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-QUICK = {("rows", "sm_75"), ("trunk", "sm_90"), ("experts_q6_k", "sm_86")}
+QUICK = {("rows", "sm_75"), ("trunk", "sm_90"), ("attention", "sm_90"), ("experts_q6_k", "sm_86")}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The kernels of cuda/trunk.cu with float64 results, for whatever device a test is given.
+"""The kernels of cuda/trunk.cu and cuda/attention.cu with float64 results, for whatever device a test is given.
 
 As a program it runs them through the shim with a planted fault, which may end the process:
 
@@ -322,6 +322,22 @@ ATTENTION = {
     "sinks, shared out": Attention(((500, 1),), sinks=True, positions=512),
     "sinks, window": Attention(((300, 2),), sinks=True, window=20, positions=320),
     "odd sizes": Attention(((64, 3),), key_size=24, value_size=20),
+    "odder sizes": Attention(((150, 1),), group=2, key_size=13, value_size=7),
+    "odder sizes, a prompt": Attention(((150, 7),), key_size=21, value_size=50),
+    "heads of 80 in a ring": Attention(
+        ((790, 1),), group=8, key_size=80, value_size=80, window=230, positions=256, most=1
+    ),
+    "heads of 80, float32": Attention(((90, 6),), kv_type="f32", key_size=80, value_size=80),
+    "heads of 128, float32": Attention(
+        ((130, 1),), kv_type="f32", heads=1, group=8, key_size=128, value_size=128
+    ),
+    "a prompt's wide heads": Attention(((70, 10),), heads=1, key_size=192, value_size=128),
+    "a prompt's wide heads, float32": Attention(
+        ((70, 10),), kv_type="f32", heads=1, key_size=136, value_size=160
+    ),
+    "wide heads, float32": Attention(
+        ((130, 1),), kv_type="f32", heads=1, key_size=160, value_size=200
+    ),
     "wide heads": Attention(((140, 2),), heads=1, group=2, key_size=192, value_size=128),
     "widest heads": Attention(((30, 1),), heads=1, group=2, key_size=256, value_size=256),
 }
@@ -365,34 +381,44 @@ FAULTS = {
     "keys by another layout": ("(at / 16 * dk + d) * 16 + at % 16", "at * dk + d"),
     "the ring does not close": ("u64 at = (slice.position + blockIdx.y) % (int)place.ring",
                                 "u64 at = (slice.position + blockIdx.y)"),
-    "a key of the future": ("key <= position && key >", "key <= position + 1 && key >"),
+    "a key of the future": ("|| key > newest) own.x", "|| key > newest + 1) own.x"),
+    "the second key of the future": ("|| key + 1 > newest) own.y", "|| key > newest) own.y"),
+    "no key is hidden": ("if (!all_seen) {", "if (false) {"),
     "a window too wide": ("int by_window = position - window,",
                           "int by_window = position - window - 1,"),
     "the chunk is not seen": ("position / chunk * chunk - 1;", "-1;"),
-    "a sink in every share": ("sinks && blockIdx.y == 0 &&", "sinks &&"),
-    "the past is not scaled": ("sum0[r] *= past[r], sum1[r] *= past[r];", ";"),
-    "the second half of wide heads": ("thread, d1 = thread + TILE;", "thread, d1 = thread;"),
-    "weights are written while they are read": (
-        "        __syncthreads(); // queries are there; weights are not read any more\n",
-        "        if (tile == start) __syncthreads();\n",
-    ),
-    "no barrier between scores and softmax": (
-        "        __syncthreads();\n        for (int r = thread / WARP;",
-        "        for (int r = thread / WARP;",
-    ),
-    "shares are joined without their maxima": ("float weight = expf(state[0] - best);",
-                                               "float weight = 1.0f;"),
-    "rows of another token": ("(u64)(slice.first + row / group) * q_stride",
-                              "(u64)(row / group) * q_stride"),
+    "a sink in every share": ("sinks && blockIdx.y == 0", "sinks"),
+    "a sink in every lane": ("sink && lane == 0 ? 1.0f", "sink ? 1.0f"),
+    "the past is not scaled": ("const float past = all_pasts[unit][r];", "const float past = 1;"),
+    "the total of the past is not scaled": ("total * past + (", "total + ("),
+    "the second half of wide heads": ("(j * padded + c * COLUMN) / 4", "(j * padded) / 4"),
+    "no barrier between products and softmax": ("2 * lane) = score[r];\n            __syncthreads();",
+                                                "2 * lane) = score[r];"),
+    "no barrier between softmax and values": ("meet(); // weights are there", "// weights"),
+    "keys of the tile before": ("load(keys_of_lane(tile + TILE), from", "load(source, from"),
+    "the last dimensions are left out": ("d = eights * 8; d < dk", "d = dk; d < dk"),
+    "the last dimensions count for every warp": ("if (!TOGETHER || warp == WARPS - 1)\n", ""),
+    "values of another group of lanes": ("key + j < limit &&", ""),
+    "sums of one group of lanes": ("int g = 0; g < groups; g++", "int g = 0; g < 1; g++"),
+    "values do not go around the ring": ("place < ring ? place : place - ring", "place"),
+    "shares are joined without their maxima": ("const float weight = expf(largest[i] - best);",
+                                               "const float weight = 1.0f;"),
+    "some shares are left out": ("other < PARTS; other++", "other < PARTS - 1; other++"),
+    "rows of another token": ("tokens[member] = slice.first + row / group",
+                              "tokens[member] = row / group"),
 }  # fmt: skip
 
 
 def with_fault(folder: Path, fault: str) -> Shim:
-    """A shim whose trunk.cu has a fault."""
-    sound, (old, new) = cuda_modules()["trunk"], FAULTS[fault]
-    assert old in sound.source
-    broken = CudaModule("trunk", sound.source.replace(old, new), sound.kernels)
-    return Shim(folder, modules={"trunk": broken})
+    """A shim whose trunk.cu or attention.cu has a fault."""
+    old, new = FAULTS[fault]
+    modules = {}
+    for name in ("trunk", "attention"):
+        sound = cuda_modules()[name]
+        if old in sound.source:
+            modules[name] = CudaModule(name, sound.source.replace(old, new), sound.kernels)
+    assert modules
+    return Shim(folder, modules=modules)
 
 
 def main() -> None:
