@@ -35,9 +35,11 @@ QUICK_GRIDS = ((4, 2048), (4, 4096))
 QUICK_TYPES = "Q4_K,Q6_K,Q8_0,Q4_0"
 COUNTS = (1, 4, 8)
 
-_START = "#pragma unroll\n        for (int r = 0; r < ROWS_; r++)\n"
-_NEXT = "            if (after < units) load_unit<T>(row[r], after, next[r]);\n"
-_END = "        i = after;\n    }\n}\n\n// The sums"
+_LOADS = """#pragma unroll
+        for (int r = 0; r < ROWS_; r++)
+            if (i < units) load_unit<T>(row[r], i, raw[r]);
+"""
+_UNPACKING = "T::unpack(raw[r], part, unit[r]);\n"
 _NEXT_ENTRY = (
     "        if (after < all) load_entry<T>(downs + start, row_bytes, first, rows, units,"
     " reciprocal, after, next);\n"
@@ -54,7 +56,7 @@ class Form:
     name: str
     changes: Changes = ()
     constants: dict[str, Any] = field(default_factory=dict)
-    several: bool = False  # for several tokens alone
+    counts: tuple[int, ...] = COUNTS  # of tokens
     halves: tuple[int, ...] = (0, 1)  # that it changes: gate and up, down
 
 
@@ -67,9 +69,12 @@ def _tiling_of_pairs(
     return _tiling(type, columns, -(-row_groups // 2), others)
 
 
+EARLY: Changes = (  # loads as soon as what they load over is unpacked
+    ("        i += blockDim.y * WARP;\n" + _LOADS, "        i = after;\n"),
+    ("u32 part = i % T::PARTS;", "u32 part = i % T::PARTS, after = i + blockDim.y * WARP;"),
+    (_UNPACKING, _UNPACKING + _LOADS.replace("(i <", "(after <").replace(", i,", ", after,")),
+)
 LATE: Changes = (
-    (_NEXT, ""),
-    (_END, _START + _NEXT + _END),
     (_NEXT_ENTRY, ""),
     (_END_OF_ENTRY, _NEXT_ENTRY + _END_OF_ENTRY),
 )
@@ -84,9 +89,9 @@ TWO_PAIRS: Changes = (
     ),
     ("const u8* const row[2] = {", "const u8* const row[4] = {"),
     (
-        "(const u8*)fetch<u64>(ups + group) + start};\n    typename T::Raw next[2];",
+        "(const u8*)fetch<u64>(ups + group) + start};\n    typename T::Raw raw[2];",
         "(const u8*)fetch<u64>(ups + group) + start, (const u8*)fetch<u64>(gates + group) + other,"
-        "(const u8*)fetch<u64>(ups + group) + other};\n    typename T::Raw next[4];",
+        "(const u8*)fetch<u64>(ups + group) + other};\n    typename T::Raw raw[4];",
     ),
     ("float sums[2 * N] = {};", "float sums[4 * N] = {};"),
     ("accumulate<T, 2, N>(", "accumulate<T, 4, N>("),
@@ -110,16 +115,15 @@ def _together(columns: int) -> Changes:
 
 FORMS = (
     Form("as it is"),
-    Form("late", LATE),
+    Form("early", EARLY, halves=(0,)),
+    Form("late", LATE, counts=(1,), halves=(1,)),
     Form("one by one", ONE_BY_ONE),
-    Form("late, 1 by 1", LATE + ONE_BY_ONE),
     Form("rows 4", FOUR_ROWS, {"_ROWS": 4}, halves=(1,)),
-    Form("rows 4 late", FOUR_ROWS + LATE, {"_ROWS": 4}, halves=(1,)),
+    Form("rows 4 late", FOUR_ROWS + LATE, {"_ROWS": 4}, counts=(1,), halves=(1,)),
     Form("pairs 2", TWO_PAIRS, {"_tiling": _tiling_of_pairs}, halves=(0,)),
-    Form("pairs 2 late", TWO_PAIRS + LATE, {"_tiling": _tiling_of_pairs}, halves=(0,)),
-    Form("columns 1", _together(1), several=True),
-    Form("columns 4", _together(4), several=True),
-    Form("cols 4 late", _together(4) + LATE, several=True),
+    Form("columns 1", _together(1), counts=(4, 8)),
+    Form("columns 4", _together(4), counts=(4, 8)),
+    Form("columns 8", _together(8), counts=(4, 8)),
 )
 
 
@@ -214,7 +218,7 @@ def main() -> None:
             shape = ExpertShape(type, type, model.width, model.hidden)
             layers = Layers(card, shape, model.chosen, count, 400 << 20)
             for form, own in cards:
-                if count > 1 or not form.several:
+                if count in form.counts:
                     title = f"{model.name[:5]} {type.name:5s} {count}"
                     show(own, layers, form, grids, title, options.seconds)
             layers.free()

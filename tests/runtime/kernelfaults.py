@@ -53,12 +53,12 @@ FAULTS = {
     "the first columns alone": Fault("F16", "from == 0 || from < live", "from == 0"),
     "surplus hidden rows are written": Fault("Q4_0", "if (p + j < end) out", "out", "void down("),
     "warps share units twice": Fault(
-        "Q8_0", "after = i + blockDim.y * WARP", "after = i + WARP", "void accumulate("
+        "Q8_0", "i += blockDim.y * WARP", "i += WARP", "void accumulate("
     ),
     "warps share entries twice": Fault(
         "Q8_0", "after = i + blockDim.y * WARP", "after = i + WARP", "void down_weighted("
     ),
-    "unit behind the row": Fault("Q4_0", "if (after < units) load_unit", "load_unit"),
+    "unit behind the row": Fault("Q4_0", "if (i < units) load_unit", "load_unit"),
     "first unit behind the row": Fault(
         "Q4_0", "if (lane_of_row_group() < units_of<T>(columns))", "if (true)"
     ),

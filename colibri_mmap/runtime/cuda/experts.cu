@@ -39,23 +39,18 @@ DEVICE void load_first(const u8* const (&row)[ROWS_], int columns, typename T::R
         for (int r = 0; r < ROWS_; r++) load_unit<T>(row[r], lane_of_row_group(), raw[r]);
 }
 
-// sums[ROWS_][N] += rows x tokens; only the first `live` tokens count. `next` holds the first
-// units; those that a lane takes next are loaded before those at hand are used.
+// sums[ROWS_][N] += rows x tokens; only the first `live` tokens count. `raw` holds the first units.
+// Later ones are loaded when those before are used up: what spares registers, and lets more warps
+// run, gives more than loading ahead.
 template <class T, int ROWS_, int N>
 DEVICE void accumulate(const u8* const (&row)[ROWS_], int columns, const Activations& a, const u32 (&token)[N],
-                       int live, typename T::Raw (&next)[ROWS_], float (&sums)[ROWS_ * N]) {
+                       int live, typename T::Raw (&raw)[ROWS_], float (&sums)[ROWS_ * N]) {
     const int TOGETHER = N < COLUMNS_AT_ONCE ? N : COLUMNS_AT_ONCE;
     u32 units = units_of<T>(columns), i = lane_of_row_group();
 #pragma unroll 2
     while (i < units) {
-        u32 part = i % T::PARTS, after = i + blockDim.y * WARP;
-        typename T::Raw raw[ROWS_];
+        u32 part = i % T::PARTS;
         typename T::Unit unit[ROWS_];
-#pragma unroll
-        for (int r = 0; r < ROWS_; r++) {
-            raw[r] = next[r];
-            if (after < units) load_unit<T>(row[r], after, next[r]);
-        }
 #pragma unroll
         for (int r = 0; r < ROWS_; r++) T::unpack(raw[r], part, unit[r]);
 #pragma unroll
@@ -70,7 +65,10 @@ DEVICE void accumulate(const u8* const (&row)[ROWS_], int columns, const Activat
                     for (int r = 0; r < ROWS_; r++)
                         sums[r * N + from + j] += T::product(unit[r], part, with[j]);
             }
-        i = after;
+        i += blockDim.y * WARP;
+#pragma unroll
+        for (int r = 0; r < ROWS_; r++)
+            if (i < units) load_unit<T>(row[r], i, raw[r]);
     }
 }
 
@@ -115,13 +113,13 @@ DEVICE void matvec(const u8* w, Activations a, float* out, int out_stride, int r
     int first = first_row(ROWS), t = blockIdx.y * N;
     u32 token[N];
     const u8* row[ROWS];
-    typename T::Raw next[ROWS];
+    typename T::Raw raw[ROWS];
     float sums[ROWS * N] = {};
     find_rows(w, bytes_of_row<T>(columns), first, rows, row);
-    load_first<T>(row, columns, next);
+    load_first<T>(row, columns, raw);
 #pragma unroll
     for (int j = 0; j < N; j++) token[j] = min(t + j, count - 1);
-    accumulate<T, ROWS, N>(row, columns, a, token, count - t, next, sums);
+    accumulate<T, ROWS, N>(row, columns, a, token, count - t, raw, sums);
     sum_of_row_group(sums);
     if (!writes()) return;
 #pragma unroll
@@ -153,15 +151,15 @@ DEVICE void gate_up(const u64* gates, const u64* ups, const u64* gate_biases, co
     u64 start = min(r, rows - 1) * bytes_of_row<T>(columns);
     const u8* const row[2] = {(const u8*)fetch<u64>(gates + group) + start,
                               (const u8*)fetch<u64>(ups + group) + start};
-    typename T::Raw next[2];
-    load_first<T>(row, columns, next);
+    typename T::Raw raw[2];
+    load_first<T>(row, columns, raw);
     int p = fetch<int>(off + group) + N * blockIdx.z, end = fetch<int>(off + group + 1);
     if (p >= end) return;  // all of the block
     u32 token[N];
     float sums[2 * N] = {};
 #pragma unroll
     for (int j = 0; j < N; j++) token[j] = fetch<int>(col + min(p + j, end - 1));
-    accumulate<T, 2, N>(row, columns, a, token, end - p, next, sums);
+    accumulate<T, 2, N>(row, columns, a, token, end - p, raw, sums);
     sum_of_row_group(sums);
     if (!writes() || r >= rows) return;
     float gate_bias = bias_of(gate_biases, group, r), up_bias = bias_of(up_biases, group, r);
@@ -178,15 +176,15 @@ DEVICE void down(const u64* downs, const u64* biases, const int* off, Activation
     int group = blockIdx.y, first = first_row(ROWS);
     const u8* row[ROWS];
     find_rows((const u8*)fetch<u64>(downs + group), bytes_of_row<T>(columns), first, rows, row);
-    typename T::Raw next[ROWS];
-    load_first<T>(row, columns, next);
+    typename T::Raw raw[ROWS];
+    load_first<T>(row, columns, raw);
     int p = fetch<int>(off + group) + N * blockIdx.z, end = fetch<int>(off + group + 1);
     if (p >= end) return;
     u32 token[N];
     float sums[ROWS * N] = {};
 #pragma unroll
     for (int j = 0; j < N; j++) token[j] = min(p + j, end - 1);
-    accumulate<T, ROWS, N>(row, columns, a, token, end - p, next, sums);
+    accumulate<T, ROWS, N>(row, columns, a, token, end - p, raw, sums);
     sum_of_row_group(sums);
     if (!writes()) return;
 #pragma unroll
