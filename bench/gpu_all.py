@@ -62,13 +62,14 @@ def parts(model: Path, out: Path, small: bool) -> list[Part]:
     kernels = ("--section", "copy", "--section", "kernels", "--section", "latency")
     weights = ("--weights", "1", "--model", "none") if small else ("--model", "Qwen3")
     reply = ("--prompt", "24", "--tokens", "4", "--rounds", "2") if small else ()
+    few_tokens = ("--context", "64", "--prompt", "3") if small else ()
     tests = [str(ROOT / f"tests/runtime/test_{name}.py") for name in TESTS]
     quiet = ("-q", "-o", f"cache_dir={model.parent}/pytest", "-W", "default")
     return [
         Part("tests", 0.35, (python, "-m", "pytest", "-m", "gpu", *quiet, *tests)),
         Part("vectors", 0.1, (python, "bench/gpu.py", "--section", "vectors")),
         Part("kernels", 0.15, (python, "bench/gpu.py", *kernels, *weights, *few)),
-        Part("trunk", 0.1, (python, "bench/gpu_trunk.py", *(("--context", "64") if small else ()))),
+        Part("trunk", 0.1, (python, "bench/gpu_trunk.py", *few_tokens)),
         Part("uploads", 0.15, (python, "-c", uploads)),
         Part(
             "engine",

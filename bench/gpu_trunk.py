@@ -1,6 +1,6 @@
 """What the kernels between a block's products take on this machine's GPU.
 
-    python bench/gpu_trunk.py [--tokens 1] [--context 1024 8192 32768]
+    python bench/gpu_trunk.py [--tokens 1] [--context 1024 8192 32768] [--prompt 512]
 
 Every kernel is launched many times in one graph, over the caches of several layers in turn, so that
 keys and values come from memory. Times are those of the host, per launch; COLIBRI_DEVICE=host
@@ -29,6 +29,8 @@ from colibri_mmap.runtime.kv import KVShape
 from colibri_mmap.runtime.trunkkernels import AttentionGrid, Slices
 
 CACHE_BYTES = 256 << 20  # of all layers: more than a GPU's L2 holds
+PROMPT_LAYERS = 4  # that are measured with prompts, which are busy with a layer for long
+PROMPT_AT = (0, 4096)  # tokens before a prompt
 LAUNCHES = 96
 
 
@@ -60,11 +62,13 @@ class Bench:
     def rows(self, count: int, width: int) -> Rows:
         return Rows(self.put(np.ones((count, width), np.float32)), count, width)
 
-    def microseconds(self, launches: Sequence[Sequence[KernelLaunch]]) -> float:
+    def microseconds(
+        self, launches: Sequence[Sequence[KernelLaunch]], least: int = LAUNCHES
+    ) -> float:
         """Of one of several pieces of work, which take turns; the median of five rounds."""
         for each in launches[0]:
             self.device.launch(*each, self.device.compute)
-        turns = -(-LAUNCHES // len(launches)) if self.real else 1
+        turns = -(-least // len(launches)) if self.real else 1
         again = self.device.joined([each for work in launches for each in work] * turns)
         rounds = []
         for _ in range(6):
@@ -79,11 +83,16 @@ class Bench:
         self.device.synchronize(self.device.record(self.device.compute))
 
 
-def attention(bench: Bench, model: Model, tokens: int, context: int) -> tuple[float, float]:
+def attention(
+    bench: Bench, model: Model, tokens: int, context: int, kv_type: str
+) -> tuple[float, float]:
     """Microseconds of a layer's attention, and bytes of keys and values per microsecond."""
     shape, group = model.shape, model.heads // model.shape.heads
-    sizes = [context * n * 2 for n in (shape.key_size, shape.padded_value_size)]
+    ring = -(-context // 64) * 64
+    element = 2 if kv_type == "f16" else 4
+    sizes = [ring * n * element for n in (shape.key_size, shape.padded_value_size)]
     nbytes = shape.heads * sum(sizes)
+    layers = max(1, CACHE_BYTES // nbytes) if bench.real else 1
     slices = Slices(
         bench.put(np.array([0, tokens, context - tokens, 0], np.int32)), 1, tokens, context
     )
@@ -93,18 +102,18 @@ def attention(bench: Bench, model: Model, tokens: int, context: int) -> tuple[fl
     out = bench.rows(tokens, model.heads * shape.value_size)
     partial = bench.arena.take(grid.partial_bytes(tokens, model.heads, shape.value_size))
 
-    def layers() -> Iterator[list[KernelLaunch]]:
-        for _ in range(max(1, CACHE_BYTES // nbytes) if bench.real else 1):
+    def work() -> Iterator[list[KernelLaunch]]:
+        for _ in range(min(layers, PROMPT_LAYERS) if tokens > 1 else layers):
             keys = bench.put(np.zeros(nbytes, np.uint8))
-            place = (keys, keys + shape.heads * sizes[0], *sizes, context)
-            where = (shape, "f16", slices, bench.put(np.array(place, np.uint64)))
+            place = (keys, keys + shape.heads * sizes[0], *sizes, ring)
+            where = (shape, kv_type, slices, bench.put(np.array(place, np.uint64)))
             how = (grid, partial, 0.1, (1 << 30, 1 << 30), 0)
             yield [
                 kernels.append_kv(k, k, *where),
                 *kernels.attention(q, out, *where, *how),
             ]
 
-    taken = bench.microseconds(list(layers()))
+    taken = bench.microseconds(list(work()), LAUNCHES if tokens == 1 else PROMPT_LAYERS)
     return taken, nbytes / taken
 
 
@@ -131,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     options = parser.parse_args()
     device = probe()
     if isinstance(device, str):
@@ -140,10 +150,17 @@ def main() -> None:
         bench = Bench(device)
         others = ", ".join(f"{n} {us:.1f}" for n, us in small(bench, model, options.tokens).items())
         print(f"{model.name}: {others} us")
-        for context in options.context:
-            with bench.arena.temporaries():
-                taken, rate = attention(bench, model, options.tokens, context)
-            print(f"  attention at {context:6d}: {taken:8.1f} us, K and V at {rate / 1e3:.1f} GB/s")
+        for kv_type in ("f16", "f32"):
+            for context in options.context:
+                with bench.arena.temporaries():
+                    taken, rate = attention(bench, model, options.tokens, context, kv_type)
+                result = f"{taken:8.1f} us, K and V at {rate / 1e3:.1f} GB/s"
+                print(f"  {kv_type} attention at {context:6d}: {result}")
+            for before in PROMPT_AT if options.prompt else ():
+                with bench.arena.temporaries():
+                    end = before + options.prompt
+                    taken, _ = attention(bench, model, options.prompt, end, kv_type)
+                print(f"  {kv_type} {options.prompt} tokens at {before:5d}: {taken:8.1f} us")
         bench.finish()
         bench.arena.close()
     device.close()

@@ -51,7 +51,7 @@ class _DeviceLayer:
         yield values, self.host.values, self.positions * value_row, self.host.value_head_stride
 
     def place(self) -> tuple[int, ...]:
-        """The words of the struct Place in cuda/trunk.cu."""
+        """The words of the struct Place in cuda/cache.cuh."""
         (keys, _, key_stride, _), (values, _, value_stride, _) = self.parts()
         return keys, values, key_stride, value_stride, self.positions
 

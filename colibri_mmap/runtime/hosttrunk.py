@@ -1,4 +1,4 @@
-"""The kernels of cuda/trunk.cu and cuda/attention.cu in numpy, on host addresses, for a device that is host memory.
+"""The kernels of cuda/trunk.cu and attention.cu in numpy, for a device that is host memory.
 
 Each function takes the grid and the kernel's arguments, as trunkkernels.py makes them.
 """

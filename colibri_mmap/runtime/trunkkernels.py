@@ -1,4 +1,4 @@
-"""Launches of the kernels of cuda/trunk.cu: names, grids and arguments for rows on a device."""
+"""Launches of the kernels of cuda/trunk.cu and attention.cu: names, grids and arguments."""
 
 from __future__ import annotations
 

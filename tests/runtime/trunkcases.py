@@ -1,4 +1,4 @@
-"""The kernels of cuda/trunk.cu and cuda/attention.cu with float64 results, for whatever device a test is given.
+"""The kernels of cuda/trunk.cu and attention.cu with float64 results, for any device.
 
 As a program it runs them through the shim with a planted fault, which may end the process:
 
@@ -392,8 +392,10 @@ FAULTS = {
     "the past is not scaled": ("const float past = all_pasts[unit][r];", "const float past = 1;"),
     "the total of the past is not scaled": ("total * past + (", "total + ("),
     "the second half of wide heads": ("(j * padded + c * COLUMN) / 4", "(j * padded) / 4"),
-    "no barrier between products and softmax": ("2 * lane) = score[r];\n            __syncthreads();",
-                                                "2 * lane) = score[r];"),
+    "no barrier between products and softmax": (
+        "2 * lane) = score[r];\n            __syncthreads();",
+        "2 * lane) = score[r];",
+    ),
     "no barrier between softmax and values": ("meet(); // weights are there", "// weights"),
     "keys of the tile before": ("load(keys_of_lane(tile + TILE), from", "load(source, from"),
     "the last dimensions are left out": ("d = eights * 8; d < dk", "d = dk; d < dk"),
