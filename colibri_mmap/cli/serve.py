@@ -12,7 +12,7 @@ import typer
 
 from colibri_mmap.cli import options
 from colibri_mmap.cli.options import count_or_none
-from colibri_mmap.errors import ArgumentError
+from colibri_mmap.errors import ArgumentError, ColibriError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,11 +113,17 @@ def serve(
     gpu_layers: options.GpuLayers = "auto",
     chat_template: options.Template = None,
     chat_template_file: options.TemplateFile = None,
-    verbose: options.Verbose = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", metavar="", help="Log each request, and print the traceback of an error."
+        ),
+    ] = False,
 ) -> None:
     """Serve models over HTTP.
 
-    /v1/chat/completions, /v1/completions and /v1/models are OpenAI's, /v1/messages is Anthropic's.
+    /v1/chat/completions, /v1/completions and /v1/models are OpenAI's, /v1/messages is Anthropic's;
+    at / there is a page to chat on.
     """
     specs = _specs([*(models or ()), *(model or ())], alias or ())
     keys = [key for key in api_key or () if key]
@@ -159,8 +165,8 @@ def serve(
         ChatTemplate(source)  # whose mistakes are found now
     console = messages()
 
-    def open_model(spec: ModelSpec, progress: Progress) -> LoadedModel:
-        engine = Engine.open(
+    def open_engine(spec: ModelSpec, progress: Progress) -> Engine:
+        return Engine.open(
             spec.path,
             mode=mode,
             threads=count_or_none(threads),
@@ -172,6 +178,14 @@ def serve(
             parallel=parallel,
             progress=progress,
         )
+
+    def open_model(spec: ModelSpec, progress: Progress) -> LoadedModel:
+        try:
+            engine = open_engine(spec, progress)
+        except ColibriError as error:
+            if len(specs) > 1:  # of a single model it ends the program, which tells it
+                console.print(f"error: {spec.name}: {error}", style="red", markup=False)
+            raise
 
         def note(notice: str) -> None:
             console.print(f"note: {spec.name}: {notice}", style="dim", markup=False)
@@ -241,7 +255,8 @@ def _announce(
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(spec.name for spec in specs)
     key = "with an API key" if keys else "no API key"
-    console.print(f"http://{shown}:{port}/v1 serves {names} ({key})", markup=False)
+    url = f"http://{shown}:{port}"
+    console.print(f"{url}/v1 serves {names} ({key}); a page to chat on: {url}", markup=False)
     if not keys and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         console.print(
             f"warning: everybody who reaches {shown}:{port} can use the models; --api-key asks for"

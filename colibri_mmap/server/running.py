@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import signal
 import socket
 import threading
@@ -26,8 +28,11 @@ def listen(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         return socket.create_server(address[:2], family=family, backlog=256)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
+        code = getattr(error, "errno", 0)
+        if code in errno.errorcode:  # where Python's own text would repeat the address
+            reason = os.strerror(code)
         message = f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
         raise ArgumentError(message) from error
 

@@ -252,6 +252,7 @@ def test_mistakes_are_told_at_once(qwen: Path, tmp_path: Path, narrow: ServerPro
         (["-m", qwen, "-m", twice], "two models are called"),
         (["-m", qwen, "--cache-ram", "lots"], "lots"),
         (["-m", qwen, "--host", "no.such.host.example"], "cannot listen on"),
+        (["-m", qwen, "--host", "long" * 20], "cannot listen on"),
         (["-m", qwen, "--chat-template", "{% if %}"], "the chat template is invalid"),
     ):
         with pytest.raises(ColibriError, match=said):
@@ -275,6 +276,6 @@ def test_a_model_that_does_not_fit_ends_the_command(qwen: Path, tmp_path: Path) 
 
 def test_one_of_two_models_that_does_not_fit_is_told(qwen: Path, tmp_path: Path) -> None:
     models = ["-m", f"one={qwen}", "-m", f"two={qwen}"]
-    with serving(tmp_path, *models, "--pin", "99:1") as server:
+    with ServerProcess(tmp_path, *models, "--pin", "99:1") as server:
         assert server.wait_for("error: one: --pin 99:1")
         assert httpx.get(f"{server.url}/health").json()["status"] == "error"
