@@ -1,4 +1,4 @@
-"""`cache`: what the program keeps on this machine besides models, and clearing it."""
+"""`cache`: what the program keeps on this machine besides pulled models, and clearing it."""
 
 from __future__ import annotations
 
@@ -12,36 +12,58 @@ import typer
 
 from colibri_mmap.errors import ColibriError
 
-MODELS = "models are kept elsewhere: `colibri-mmap list` shows them, `colibri-mmap rm` deletes one"
+MODELS = (
+    "pulled models are kept elsewhere: `colibri-mmap list` shows, `colibri-mmap rm` deletes them"
+)
 
 
 class Kind(StrEnum):
-    """What is kept, by the name of its directory."""
+    """What is kept, by the name under which it is shown and cleared."""
 
     KERNELS = "kernels"
     USAGE = "usage"
     PROFILES = "profiles"
     SESSIONS = "sessions"
+    DEMO = "demo"
 
 
 cache = typer.Typer(
-    help="Show or clear what is kept on this machine: kernels, counts, profiles, sessions.",
+    help="Show or clear what is kept here: kernels, counts, profiles, sessions, the demo model.",
     invoke_without_command=True,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One kind of kept files: the directory they are in, and what they are for."""
+    """One kind of kept files: what they are for, and their directory.
+
+    With `names`, other files are in it too.
+    """
 
     kind: Kind
     directory: Path
     purpose: str
+    names: tuple[str, ...] = ()
 
     @property
     def files(self) -> list[Path]:
-        """The files in it, at any depth."""
-        return [path for path in self.directory.rglob("*") if path.is_file()]
+        """The files that there are, at any depth."""
+        paths = (
+            map(self.directory.joinpath, self.names) if self.names else self.directory.rglob("*")
+        )
+        return [path for path in paths if path.is_file()]
+
+    def delete(self) -> None:
+        """Delete them, and a directory of their own."""
+        try:
+            if not self.names:
+                shutil.rmtree(self.directory)
+            for path in self.files:
+                path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ColibriError(f"{error.filename}: cannot be deleted ({error.strerror})") from error
 
 
 @cache.callback()
@@ -72,7 +94,8 @@ def clear(
 ) -> None:
     """Delete what is kept; it comes again by itself, except for saved sessions.
 
-    KIND is kernels, usage, profiles or sessions. Sessions are only deleted when they are named.
+    KIND is kernels, usage, profiles, sessions or demo. Sessions are only deleted when they are
+    named.
     """
     from colibri_mmap.cli.console import results
     from colibri_mmap.quantities import byte_size
@@ -83,25 +106,19 @@ def clear(
             continue
         files = kept.files
         freed = sum(path.stat().st_size for path in files)
-        _delete(kept.directory)
+        kept.delete()
         results().print(f"{kept.kind}: {byte_size(freed)} freed", markup=False)
 
 
 def _kinds() -> list[Kept]:
+    from colibri_mmap.demo.model import DENSE_NAME, MOE_NAME, PACKED_NAME
     from colibri_mmap.runtime.state import kernel_directory, state_directory
 
+    demo = (DENSE_NAME, MOE_NAME, PACKED_NAME)
     return [
         Kept(Kind.KERNELS, kernel_directory(), "compiled for this processor and its GPU"),
         Kept(Kind.USAGE, state_directory("usage"), "how often the experts of models were used"),
         Kept(Kind.PROFILES, state_directory("profiles"), "what tune found out"),
         Kept(Kind.SESSIONS, state_directory("sessions"), "conversations that were kept"),
+        Kept(Kind.DEMO, kernel_directory().parent, "the demo model, and what it was made of", demo),
     ]
-
-
-def _delete(directory: Path) -> None:
-    try:
-        shutil.rmtree(directory)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ColibriError(f"{error.filename}: cannot be deleted ({error.strerror})") from error

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from program import Colibri
 
+from colibri_mmap.demo.model import PACKED_NAME
+
 Cache = Callable[..., tuple[int, list[str]]]
 
 
@@ -20,6 +22,8 @@ def places(tmp_path: Path) -> dict[str, Path]:
     for directory in (*found.values(), kernels / "models"):
         (directory / "below").mkdir(parents=True)
         (directory / "below" / "file").write_bytes(bytes(1500))
+    found["demo"] = kernels
+    (kernels / PACKED_NAME).write_bytes(bytes(1500))
     return found
 
 
@@ -51,9 +55,10 @@ def test_clear_spares_sessions_and_other_files(
 ) -> None:
     status, lines = cache("clear")
     assert status == 0
-    expected = [f"{name}: 1.5 kB freed" for name in ("kernels", "profiles", "usage")]
+    expected = [f"{name}: 1.5 kB freed" for name in ("demo", "kernels", "profiles", "usage")]
     assert sorted(lines) == expected
-    assert [name for name, place in places.items() if place.exists()] == ["sessions"]
+    assert [name for name, place in places.items() if place.exists()] == ["sessions", "demo"]
+    assert not (places["demo"] / PACKED_NAME).exists()
     assert (tmp_path / "cache/colibri-mmap/models/below/file").exists()
 
 
