@@ -18,6 +18,7 @@ demo: $(VENV)/.installed ## install, fetch the demo model (about 100 MB, once) a
 	@$(BIN)/colibri-mmap chat --demo --verbose --temp 0 -n 160 -p "$(PROMPT)"
 	@echo
 	@echo "To go on in a conversation:      $(BIN)/colibri-mmap chat --demo"
+	@echo "In a browser, and for programs:  $(BIN)/colibri-mmap serve --demo"
 	@echo "With a model of your own:        $(BIN)/colibri-mmap chat -m MODEL.gguf"
 
 test: check ## install what is missing, run all checks and the tests

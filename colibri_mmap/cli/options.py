@@ -93,7 +93,7 @@ Threads = Annotated[
 ArithmeticMode = Annotated[
     Mode, _model("--mode", help="int8 is fast; exact computes everything in float32.")
 ]
-Demo = Annotated[bool, _model("--demo", metavar="", help="Chat with a tiny demonstration model.")]
+Demo = Annotated[bool, _model("--demo", metavar="", help="Use a tiny demonstration model.")]
 ContextSize = Annotated[
     int,
     _model(

@@ -45,6 +45,7 @@ def serve(
             rich_help_panel="Model",
         ),
     ] = None,
+    demo: options.Demo = False,
     host: Annotated[
         str, _server("--host", metavar="HOST", help="Address to listen on.")
     ] = "127.0.0.1",
@@ -125,7 +126,12 @@ def serve(
     /v1/chat/completions, /v1/completions and /v1/models are OpenAI's, /v1/messages is Anthropic's;
     at / there is a page to chat on.
     """
-    specs = _specs([*(models or ()), *(model or ())], alias or ())
+    named = [*(models or ()), *(model or ())]
+    if demo:
+        from colibri_mmap.cli.opening import demo_model
+
+        named.append(f"demo={demo_model()}")
+    specs = _specs(named, alias or ())
     keys = [key for key in api_key or () if key]
     if len(keys) < len(api_key or ()):
         raise ArgumentError("--api-key must not be empty")
@@ -214,7 +220,7 @@ def _specs(models: Sequence[str], aliases: Sequence[str]) -> list[ModelSpec]:
     from colibri_mmap.server.hosting import ModelSpec
 
     if not models:
-        hint = "name a GGUF file or a pulled model; `colibri-mmap list` shows those"
+        hint = "name a GGUF file or a pulled model (`colibri-mmap list` shows those), or --demo"
         raise typer.BadParameter(hint, param_hint="'MODEL'")
     specs: list[ModelSpec] = []
     taken: set[str] = set()

@@ -112,6 +112,16 @@ def test_the_demo_says_what_it_is(colibri: Colibri, mini: Path, tmp_path: Path) 
     assert b"not a capable assistant" in done.stderr
 
 
+def test_the_demo_is_served(colibri: Colibri, mini: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache" / "colibri-mmap"
+    cache.mkdir(parents=True)
+    assert colibri("pack", mini / MODEL, cache / PACKED_NAME).returncode == 0
+    place = {"XDG_CACHE_HOME": str(cache.parent)}
+    done = colibri("serve", "--demo", "-m", f"demo={mini / MODEL}", **place)
+    assert b"not a capable assistant" in done.stderr
+    assert b"two models are called demo" in done.stderr  # or it would serve for ever
+
+
 def start(model: Path, directory: Path) -> subprocess.Popen[bytes]:
     """A reply that has begun and would go on for long."""
     process = subprocess.Popen(
