@@ -49,7 +49,6 @@ FAULTS = {
         "Q4_0", "t + j < count && first + r < rows", "first + r < rows"
     ),
     "surplus columns are read": Fault("F16", "min(t + j, count - 1)", "t + j"),
-    "surplus hidden rows are read": Fault("F16", "min(p + j, end - 1);", "p + j;", "void down("),
     "the first columns alone": Fault("F16", "from == 0 || from < live", "from == 0"),
     "surplus hidden rows are written": Fault("Q4_0", "if (p + j < end) out", "out", "void down("),
     "warps share units twice": Fault(
