@@ -134,24 +134,25 @@ class Offload:
         else:
             distinct, inverse = np.unique(numbers, return_inverse=True)
         addresses = self.cache.use(distinct)
-        present = addresses != 0
-        self._missed = distinct[~present]
-        if len(self._missed) == len(distinct):
-            return None
+        present: NDArray[np.bool_] = addresses != 0
+        found = np.count_nonzero(present)
+        if found < len(distinct):
+            self._missed = distinct[~present]
+            if not found:
+                return None
         offsets, exists = self._offsets[layer]
-        parts = (addresses[present] + offsets) * exists
-        chosen: NDArray[np.bool_]
+        used = slice(None) if found == len(distinct) else present
+        parts = (addresses[used] + offsets) * exists
         try:
             if x.count == 1:
-                chosen = present[None]
-                self._start_one(x, h, on_host, layer, parts, routing.weights[0, present], ops)
-            else:
-                chosen = present[inverse].reshape(numbers.shape)
-                experts = (np.cumsum(present) - 1)[inverse].reshape(numbers.shape)
-                self._start(x, h, on_host, shape, parts, chosen, experts, routing.weights, ops)
+                self._start_one(x, h, on_host, layer, parts, routing.weights[0, used], ops)
+                return present[None]
+            chosen = present[inverse].reshape(numbers.shape)
+            experts = (np.cumsum(present) - 1)[inverse].reshape(numbers.shape)
+            self._start(x, h, on_host, shape, parts, chosen, experts, routing.weights, ops)
+            return chosen
         finally:
-            self.cache.release(distinct[present])
-        return chosen
+            self.cache.release(distinct[used])
 
     def finish(self, x: Rows) -> None:
         """The CPU is done with its share: add the device's to x, unless it is there already."""

@@ -124,10 +124,12 @@ def test_replies_are_those_of_the_cpu(mini: Path, name: str, layers: int | None)
         assert engine.stats.vram_hits == engine.stats.vram_misses == 0
     for share in (0.3, 1.0):
         with Engine.open(path, gpu=settings(path, share, layers), memory=FORGETFUL) as engine:
-            for _ in range(2):
+            replies = 0  # where processors are busy, one may end before an upload does
+            while replies < 2 or (replies < 20 and not engine.stats.vram_hits):
                 assert [token.id for token in engine.generate(IDS, 16, GREEDY)] == expected
                 settle(engine)
                 engine.reset()
+                replies += 1
             stats = engine.stats
             assert stats.vram_hits > 0
             assert (stats.vram_misses == 0) == (share == 1.0)
