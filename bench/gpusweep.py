@@ -152,7 +152,7 @@ def compile_form(type: GGMLType, form: Form) -> None:
 def compile_all(types: list[GGMLType]) -> None:
     """Every form, on all of the machine's cores."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=spawn) as pool:
         work = [pool.submit(compile_form, *each) for each in itertools.product(types, FORMS)]
         for each in work:
             each.result()
