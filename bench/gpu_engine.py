@@ -9,7 +9,8 @@ all         everything
 
 The settings take turns, each opened anew, so that what changes on the machine meets all of them.
 A row has medians and, in brackets, the spread over the rounds. Half of the experts are those that
-a first reply brought there. `strays`: by how much the logits of a prompt differ from the CPU's, in
+a first reply brought there. Of a token of the reply, `up` experts were uploaded and `cold` ones
+were not in the CPU's memory. `strays`: by how much the logits of a prompt differ from the CPU's, in
 the median and at most; `same`: how many tokens of the greedy reply are the CPU's until one differs.
 COLIBRI_DEVICE=host rehearses without a GPU.
 """
@@ -64,6 +65,8 @@ class Results:
     prompt_rate: list[float] = field(default_factory=list)  # tokens per second
     reply_rate: list[float] = field(default_factory=list)
     hit_share: list[float] = field(default_factory=list)  # of chosen experts in VRAM
+    cold: list[float] = field(default_factory=list)  # experts a token that the CPU had to fetch
+    uploads: list[float] = field(default_factory=list)  # a token
     open_seconds: list[float] = field(default_factory=list)
     vram_bytes: list[int] = field(default_factory=list)  # taken while replying
     planned_bytes: int = 0
@@ -123,6 +126,8 @@ class Bench:
             stats = engine.stats
             results.prompt_rate.append(options.prompt / (times[0] - start))
             results.reply_rate.append(options.tokens / (times[-1] - times[0]))
+            results.cold.append(stats.expert_misses / options.tokens)
+            results.uploads.append(stats.vram_uploads / options.tokens)
             asked = stats.vram_hits + stats.vram_misses
             results.hit_share.append(stats.vram_hits / asked if asked else 0.0)
             results.vram_bytes.append(free - self.device.memory_info()[0])
@@ -185,15 +190,17 @@ def settle(engine: Engine) -> None:
 
 
 def table(results: dict[str, Results]) -> Iterator[str]:
-    title = f"{'prompt tok/s':>20s} {'reply tok/s':>20s}  hits  open    VRAM GB (plan)   strays"
-    yield f"{'':8s} {title}"
+    rates = f"{'prompt tok/s':>20s} {'reply tok/s':>20s}"
+    yield f"{'':8s} {rates}  hits (up, cold)  open    VRAM GB (plan)   strays"
     for name, r in results.items():
         if r.error or not r.reply_rate:
             yield f"{name:8s} {r.error or 'not measured'}"
             continue
         yield (
             f"{name:8s} {_spread(r.prompt_rate):>20s} {_spread(r.reply_rate):>20s} "
-            f"{statistics.median(r.hit_share):5.0%} {statistics.median(r.open_seconds):4.1f} s "
+            f"{statistics.median(r.hit_share):5.0%} "
+            f"({statistics.median(r.uploads):3.1f}, {statistics.median(r.cold):4.1f}) "
+            f"{statistics.median(r.open_seconds):4.1f} s "
             f"{statistics.median(r.vram_bytes) / 1e9:6.2f} ({r.planned_bytes / 1e9:5.2f})   "
             f"{r.strays[0]:.0e} {r.strays[1]:.0e}, same {r.same}"
         )
