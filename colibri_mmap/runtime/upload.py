@@ -104,8 +104,10 @@ class Uploader:
         lanes = [_Lane(backend, fill, self._copies, size) for _ in range(max(1, threads))]
         self._own_lane = lanes[0]  # of the caller, where there are no threads
         self._waiting: tuple[deque[Upload], ...] = tuple(deque() for _ in Priority)
-        lock = threading.Lock()
-        self._changed, self._idle = threading.Condition(lock), threading.Condition(lock)
+        # Taken as it is, not through a condition, which is Python code: a Ctrl-C might come there.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
         self._busy = 0
         self._closed = False
         self._threads = [
@@ -117,7 +119,7 @@ class Uploader:
 
     def submit(self, uploads: Sequence[Upload], priority: Priority) -> None:
         """Bring experts to the device, in this order."""
-        with self._changed:
+        with self._lock:
             self._waiting[priority].extend(uploads)
             self._changed.notify(len(uploads))
         if not self._threads:
@@ -128,12 +130,12 @@ class Uploader:
 
     def drain(self) -> None:
         """Wait until everything submitted has arrived or failed."""
-        with self._idle:
+        with self._lock:
             self._idle.wait_for(lambda: not self._busy and not any(self._waiting))
 
     def close(self) -> None:
         """End the threads; what they have not begun is dropped, what is on its way arrives."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
@@ -147,7 +149,7 @@ class Uploader:
 
     def _take(self) -> Upload | None:
         """The next upload; None when closed."""
-        with self._changed:
+        with self._lock:
             while not self._closed:
                 for queue in self._waiting:
                     if queue:
@@ -165,7 +167,7 @@ class Uploader:
         except (OSError, DeviceError) as error:
             self._failed(upload, error)
         finally:
-            with self._changed:
+            with self._lock:
                 self._busy -= 1
                 if not self._busy and not any(self._waiting):
                     self._idle.notify_all()
