@@ -125,6 +125,7 @@ def test_a_reload_in_the_middle_of_a_reply(server: ServerProcess, open_page: Any
     page.reload()
     assert page.inner_text(".user .body") == "Tell me all"
     assert page.inner_text(".assistant .body")
+    assert page.inner_text(".assistant .facts") == "stopped"
     assert page.is_visible(".under button:text-is('Again')")
 
 
