@@ -17,6 +17,7 @@ from colibri_mmap.runtime.engine import KVType
 from colibri_mmap.runtime.kv import KVCache, KVShape, Trace
 from colibri_mmap.runtime.ops import Mode
 from colibri_mmap.runtime.placement import (
+from colibri_mmap.runtime.vramsettings import VramSettings
     PlacedTrunk,
     Supported,
     place_trunk,
@@ -30,7 +31,10 @@ class Running(AbstractContextManager["Running"]):
     """The only place in the tests that reaches into an engine."""
 
     def __init__(self, path: Path, mode: Mode = "exact", kv_type: KVType | None = None) -> None:
-        self._engine = Engine.open(path, mode=mode, threads=2, kv_type=kv_type)
+        # A device is the test's to place blocks on: two at work on one step would not wait for
+        # each other.
+        off = VramSettings("off")
+        self._engine = Engine.open(path, mode=mode, threads=2, kv_type=kv_type, gpu=off)
         self._model, self._ops = self._engine._model, self._engine._ops
 
     def __exit__(self, *error: object) -> None:

@@ -50,13 +50,6 @@ def settings(path: Path, share: float, layers: int | None) -> VramSettings:
     return VramSettings(str(always + int(plan.expert_bytes * share)), layers)
 
 
-def on_cpu(path: Path) -> Running:
-    """The model's steps without a device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLIBRI_DEVICE", "none")
-        return Running(path, "int8")
-
-
 def noise_and_straying(case: Case) -> tuple[float, float]:
     """How far the CPU's logits move by the size of steps alone, a mean as the engine's tests print
     it, and how far they are from those with the tier on, a mean over several of its settings.
@@ -64,7 +57,7 @@ def noise_and_straying(case: Case) -> tuple[float, float]:
     The last bits of a sum turn an activation's rounding, which changes what comes behind it.
     """
     ids = case.read()["ids_2"].tolist()
-    with on_cpu(case.model) as run:
+    with Running(case.model, "int8") as run:
         expected = run.in_chunks(ids, len(ids))
         noise = [np.abs(run.in_chunks(ids, size) - expected).mean() for size in (1, 5, 17)]
     strayed = []
