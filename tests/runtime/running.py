@@ -17,12 +17,12 @@ from colibri_mmap.runtime.engine import KVType
 from colibri_mmap.runtime.kv import KVCache, KVShape, Trace
 from colibri_mmap.runtime.ops import Mode
 from colibri_mmap.runtime.placement import (
-from colibri_mmap.runtime.vramsettings import VramSettings
     PlacedTrunk,
     Supported,
     place_trunk,
     supported_layers,
 )
+from colibri_mmap.runtime.vramsettings import VramSettings
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
