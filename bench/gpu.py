@@ -273,11 +273,49 @@ def _repeated(work: Callable[[], None], times: int) -> None:
         work()
 
 
+def show_prompts(card: Card, options: argparse.Namespace) -> None:
+    """A prompt's tokens times a matrix: by the products of few tokens, and dequantised."""
+    for name, rows, columns in (
+        *(("Q4_K", *shape) for shape in ((768, 2048), (4096, 2048), (14336, 4096))),
+        *(("Q6_K", *shape) for shape in ((4096, 2048), (4096, 14336))),
+    ):
+        for count in (32, 128, 512):
+            times = _prompt_times(card, GGMLType[name], rows, columns, count, options.seconds)
+            ways = f"{times[0] * 1e6:8.1f} us, dequantised {times[1] * 1e6:8.1f} us"
+            print(f"  {name} {rows} x {columns}, {count:3d} tokens: {ways}")
+
+
+def _prompt_times(
+    card: Card, type: GGMLType, rows: int, columns: int, count: int, seconds: float
+) -> tuple[float, float]:
+    kernels, device = card.kernels, card.device
+    memory = card.random_bytes(rows * row_bytes(type, columns))
+    sizes = (4 * rows * columns, 4 * count * columns, 4 * count * rows)
+    floats, x, out = (device.allocate(size) for size in sizes)
+    scratch = device.allocate(kernels.packed_bytes(count, columns))
+    card.upload(x.address, np.ones(count * columns, np.float32).view(np.uint8))
+
+    def rounded() -> None:
+        packed = kernels.pack(type, x.address, count, columns, columns, scratch.address)
+        kernels.matvec(memory.address, type, rows, columns, packed, out.address, rows)
+
+    def dequantised() -> None:
+        kernels.dequantise(memory.address, type, rows, columns, floats.address)
+        shape = (count, rows, columns)
+        device.matmul(out.address, x.address, floats.address, *shape, device.compute)
+
+    times = card.seconds(rounded, seconds), card.seconds(dequantised, seconds)
+    for used in (memory, floats, x, out, scratch):
+        used.free()
+    return times
+
+
 SECTIONS: dict[str, Callable[[Card, argparse.Namespace], None]] = {
     "vectors": show_vectors,
     "copy": show_copy,
     "kernels": show_kernels,
     "latency": show_latency,
+    "prompts": show_prompts,
 }
 
 

@@ -66,7 +66,7 @@ def parts(model: Path, out: Path, small: bool) -> list[Part]:
     tests = [str(ROOT / f"tests/runtime/test_{name}.py") for name in TESTS]
     quiet = ("-q", "-o", f"cache_dir={model.parent}/pytest", "-W", "default")
     return [
-        Part("tests", 0.35, (python, "-m", "pytest", "-m", "gpu", *quiet, *tests)),
+        Part("tests", 0.5, (python, "-m", "pytest", "-m", "gpu", *quiet, *tests)),
         Part("vectors", 0.1, (python, "bench/gpu.py", "--section", "vectors")),
         Part("kernels", 0.15, (python, "bench/gpu.py", *kernels, *weights, *few)),
         Part("trunk", 0.1, (python, "bench/gpu_trunk.py", *few_tokens)),
