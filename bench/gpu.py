@@ -72,8 +72,8 @@ class Card:
         self.kernels = DeviceKernels(device)
         self._graphs: list[Any] = []
 
-    def seconds(self, work: Callable[[], object], atleast: float) -> float:
-        """Median time of `work`, which only launches, on the GPU."""
+    def seconds(self, work: Callable[[], object], atleast: float, *, graph: bool = True) -> float:
+        """Median time of `work`, which only launches, on the GPU; cuBLAS cannot be in a graph."""
         work()  # compiles
         self.finish()
         if self.device.kind == "host":
@@ -83,15 +83,18 @@ class Card:
         from cupy import cuda
 
         stream = self.device.compute
-        stream.begin_capture()
-        work()
-        graph = stream.end_capture()
-        self._graphs.append(graph)
+        again = work
+        if graph:
+            stream.begin_capture()
+            work()
+            captured = stream.end_capture()
+            self._graphs.append(captured)
+            again = lambda: captured.launch(stream)  # noqa: E731
         start, stop = cuda.Event(), cuda.Event()
         times: list[float] = []
         while sum(times) < atleast or len(times) < 5:
             start.record(stream)
-            graph.launch(stream)
+            again()
             stop.record(stream)
             stop.synchronize()
             times.append(cuda.get_elapsed_time(start, stop) / 1e3)
@@ -287,7 +290,7 @@ def show_prompts(card: Card, options: argparse.Namespace) -> None:
 
 def _prompt_times(
     card: Card, type: GGMLType, rows: int, columns: int, count: int, seconds: float
-) -> tuple[float, float]:
+) -> tuple[float, ...]:
     kernels, device = card.kernels, card.device
     memory = card.random_bytes(rows * row_bytes(type, columns))
     sizes = (4 * rows * columns, 4 * count * columns, 4 * count * rows)
@@ -304,7 +307,7 @@ def _prompt_times(
         shape = (count, rows, columns)
         device.matmul(out.address, x.address, floats.address, *shape, device.compute)
 
-    times = card.seconds(rounded, seconds), card.seconds(dequantised, seconds)
+    times = tuple(card.seconds(work, seconds, graph=False) for work in (rounded, dequantised))
     for used in (memory, floats, x, out, scratch):
         used.free()
     return times
